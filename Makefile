@@ -1,0 +1,42 @@
+# Everything here sets itself up: see README.md.
+PYTHON ?= python3
+NAME ?= warren
+NODES ?= 3
+VERSION ?= 4.0
+RUN := .venv/bin/
+
+.PHONY: demo test lint matrix bench up down status ready
+
+demo: ready
+	$(RUN)python -m examples.demo
+
+test: lint
+	$(RUN)pytest
+
+lint: ready
+	$(RUN)ruff check
+	$(RUN)ruff format --check
+	$(RUN)mypy
+	$(RUN)lint-imports
+
+# The whole suite on every broker version; sid's 4.3 moves, so it is not part of `make test`.
+matrix: lint
+	for version in 3.10 4.0 4.3; do \
+	  echo "== RabbitMQ $$version"; $(RUN)pytest --broker-version $$version || exit 1; \
+	done
+
+bench: ready
+	$(RUN)python -m benchmarks.slots
+
+up: ready
+	$(RUN)python -m tests.cluster up $(NAME) --nodes $(NODES) --version $(VERSION)
+
+# All clusters, or with NAME=… on the command line that one.
+down: ready
+	$(RUN)python -m tests.cluster down $(if $(filter command line,$(origin NAME)),$(NAME))
+
+status: ready
+	$(RUN)python -m tests.cluster status
+
+ready:
+	@$(PYTHON) tests/machine.py
