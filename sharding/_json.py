@@ -1,0 +1,139 @@
+"""Reading JSON that somebody else wrote: every value is checked, every error names its field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+from sharding.errors import InvalidInput, UnsupportedFormat
+
+Scalar: TypeAlias = str | int | float | bool
+T = TypeVar("T")
+
+INT64 = range(-(2**63), 2**63)
+
+
+class FrozenMapping(Mapping[str, Scalar]):
+    """A mapping that can't be changed, and can be hashed, compared and pickled."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, Scalar]) -> None:
+        self._items = dict(sorted(items.items()))
+
+    def __getitem__(self, key: str) -> Scalar:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+class JsonObject:
+    """One JSON object, read field by field; `close()` refuses what nobody asked for."""
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise InvalidInput(where, "must be a JSON object", value)
+        self._fields: dict[str, Any] = dict(value)
+        self._where = where
+
+    def text(self, name: str) -> str:
+        return self._take(name, str, "text")
+
+    def optional_text(self, name: str) -> str | None:
+        if self._fields.get(name) is not None:
+            return self.text(name)
+        self._fields.pop(name, None)
+        return None
+
+    def integer(self, name: str) -> int:
+        return self._take(name, int, "a whole number")
+
+    def flag(self, name: str) -> bool:
+        return self._take(name, bool, "true or false")
+
+    def array(self, name: str) -> list[Any]:
+        return self._take(name, list, "a JSON array")
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        return self._take(name, dict, "a JSON object")
+
+    def close(self) -> None:
+        if self._fields:
+            raise InvalidInput(
+                f"{self._where}.{min(self._fields)}", "is not a field of this format", self._fields
+            )
+
+    def _take(self, name: str, kind: type[T], described: str) -> T:
+        field = f"{self._where}.{name}"
+        if name not in self._fields:
+            raise InvalidInput(field, f"must be there, as {described}", sorted(self._fields))
+        value = self._fields.pop(name)
+        # bool is a subclass of int, but true is not a number of shards.
+        if not isinstance(value, kind) or (kind is int and not is_whole(value)):
+            raise InvalidInput(field, f"must be {described}", value)
+        return value
+
+
+def parse(text: str | bytes, where: str) -> object:
+    """The value of a JSON text; what is cut off or is not JSON is named by `where`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", type(error).__name__)
+        position = getattr(error, "pos", 0)
+        rule = f"must be whole JSON ({reason} at character {position} of {len(text)})"
+        tail = text[-20:] if isinstance(text, str) else bytes(text[-20:])
+        raise InvalidInput(where, rule, tail) from None
+
+
+def check_format(fields: JsonObject, supported: int, where: str) -> None:
+    """Take the field `format` and refuse any version but the one supported."""
+    found = fields.integer("format")
+    if found != supported:
+        raise UnsupportedFormat(
+            f"{where}.format: this Warren reads format {supported}, found {found}; "
+            "upgrade rabbit-warren here, or write the data with this version"
+        )
+
+
+def is_whole(value: object) -> bool:
+    """Whether `value` is a whole number; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_text(value: object) -> bool:
+    """Whether `value` is text that UTF-8 can express: no half of a surrogate pair."""
+    return isinstance(value, str) and not any(
+        "\ud800" <= character <= "\udfff" for character in value
+    )
+
+
+def check_arguments(field: str, arguments: Mapping[str, Any]) -> FrozenMapping:
+    """Queue arguments as AMQP can carry them: short names, scalar values."""
+    if not isinstance(arguments, Mapping):
+        raise InvalidInput(field, "must map names to values", arguments)
+    for name, value in arguments.items():
+        if not is_text(name) or not 1 <= len(name.encode()) <= 255:
+            raise InvalidInput(field, "must have names of 1 to 255 bytes of UTF-8", name)
+        if isinstance(value, str):
+            if not is_text(value):
+                raise InvalidInput(f"{field}.{name}", "must be text that UTF-8 can express", value)
+        elif not isinstance(value, int | float):
+            raise InvalidInput(f"{field}.{name}", "must be text, a number or true/false", value)
+        elif isinstance(value, int) and value not in INT64:
+            raise InvalidInput(f"{field}.{name}", "must fit in 64 bits", value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise InvalidInput(f"{field}.{name}", "must be a finite number", value)
+    return FrozenMapping(arguments)

@@ -1,0 +1,29 @@
+"""The command `warren`: where it starts, and how it ends when something is wrong.
+
+The commands themselves are in `commands`, which needs typer and rich; those come with the extra
+`cli`, so this module must load without them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from sharding.errors import WarrenError
+
+
+def main() -> None:
+    """Run the command; an error of ours is one line on stderr and exit code 1."""
+    try:
+        from sharding.commands import app
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in {"rich", "typer"}:
+            raise
+        sys.exit("warren: this command needs an extra: pip install 'rabbit-warren[cli]'")
+    try:
+        app(prog_name="warren")
+    except WarrenError as error:
+        sys.exit("warren: " + " ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main()

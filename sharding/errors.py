@@ -1,0 +1,76 @@
+"""Every error Warren raises, and the one answer to "may I try again?".
+
+The tree says *where* an operation failed, because that decides what the caller may do:
+
+* `LocalError`: refused here, before anything was sent. Nothing has happened.
+* `RemoteError`: the broker, or the way to it, said no. Nothing was stored.
+* `OutcomeUnknown`: it was sent, and whether it took effect is not known. Doing it again may do it
+  twice.
+
+A message says what was wanted, what was found and what to do. It never holds a secret.
+"""
+
+from __future__ import annotations
+
+
+class WarrenError(Exception):
+    """The base of every error that Warren raises on purpose."""
+
+
+class LocalError(WarrenError):
+    """Refused before anything was sent."""
+
+
+class RemoteError(WarrenError):
+    """The broker, or the way to it, refused; nothing was stored."""
+
+
+class OutcomeUnknown(WarrenError):
+    """Sent, but whether it took effect is not known; repeating it may do it twice."""
+
+
+class InvalidInput(LocalError, ValueError):
+    """A value breaks a rule. `field` names the value, `rule` what it has to obey."""
+
+    def __init__(self, field: str, rule: str, found: object) -> None:
+        self.field = field
+        self.rule = rule
+        self.found = found
+        super().__init__(f"{field}: {rule}; found {shown(found)}")
+
+    def __reduce__(self) -> tuple[type[InvalidInput], tuple[str, str, object]]:
+        # `found` may be anything, also what can't be pickled. Its text can, and says the same.
+        return type(self), (self.field, self.rule, _Shown(shown(self.found)))
+
+
+class UnsupportedFormat(LocalError):
+    """Data written by a newer Warren, which this one must not guess at."""
+
+
+class ShardUnavailable(RemoteError):
+    """The shard that a key belongs to is away; the key is not sent anywhere else."""
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether the same call may be made again without the risk of doing it twice.
+
+    Bad input stays bad and an unknown outcome may have been a success, so only an absent shard
+    qualifies. This is the one place that decides it.
+    """
+    return isinstance(error, ShardUnavailable)
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """`value` as an error message shows it: on one line, and not at any length."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print whole numbers of more than 4,300 digits
+        text = f"a {type(value).__name__} too long to print"
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+class _Shown(str):
+    """A value that was already turned into text, and stands in a message as it is."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
