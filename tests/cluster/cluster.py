@@ -1,0 +1,304 @@
+"""A real RabbitMQ cluster on this machine: started, harmed, healed and removed.
+
+    with Cluster.start("mine", nodes=3) as cluster:
+        cluster.nodes[1].kill()
+        …
+
+What is the same for every kind of node is here; what differs is in the drivers (`native`, `docker`,
+`foreign`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.cluster import docker, folders, foreign, native, processes, sources
+from tests.cluster.haproxy import Balancer
+from tests.cluster.management import Management, NoAnswer
+from tests.cluster.nodes import Driver, Endpoint, NotOurs, serves
+from tests.cluster.waiting import wait_until
+
+PLUGINS = ("rabbitmq_management", "rabbitmq_stream", "rabbitmq_stream_management")
+BOOT_TIMEOUT = 240.0
+
+Progress = Callable[[str], None]
+
+
+def silent(_: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node: where it is, and what can be done to it."""
+
+    endpoint: Endpoint
+    driver: Driver
+    cluster: Cluster = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.name
+
+    @property
+    def management(self) -> Management:
+        return self.endpoint.management
+
+    def kill(self) -> None:
+        """Kill -9."""
+        self.driver.kill()
+
+    def stop(self) -> None:
+        """Stop it in order, with its data kept."""
+        self.driver.stop()
+
+    def freeze(self) -> None:
+        """Let it hang: its connections stay open, nothing answers."""
+        self.driver.freeze()
+
+    def thaw(self) -> None:
+        self.driver.thaw()
+
+    def restart(self) -> None:
+        """Start it again with its data, and wait until the cluster agrees that it is back."""
+        if self.driver.running():
+            self.driver.stop()
+        self.driver.start()
+        self.cluster.wait_until_whole()
+
+    def cut_off(self) -> None:
+        """Part it from the other nodes. Its clients still reach it; its peers do not.
+
+        The node refuses its peers' cookie, so that no Erlang connection between them can be made:
+        to the brokers that is a network partition. It needs no right over the machine's network
+        and leaves nothing behind there.
+        """
+        self._tell_about_peers("erlang:set_cookie(Peer, cut_off), erlang:disconnect_node(Peer)")
+        others = [node for node in self.cluster.running_nodes() if node != self]
+
+        def both_sides_noticed() -> bool:
+            return not members_seen(self.management) & {other.name for other in others} and all(
+                self.name not in members_seen(other.management) for other in others
+            )
+
+        wait_until(
+            both_sides_noticed, 60, lambda: f"{self.name} and the others still see each other"
+        )
+
+    def heal(self) -> None:
+        """End a cut, and wait until the cluster agrees on its members again."""
+        self._tell_about_peers("erlang:set_cookie(Peer, erlang:get_cookie()), net_adm:ping(Peer)")
+        self.cluster.wait_until_whole()
+
+    def _tell_about_peers(self, action: str) -> None:
+        peers = ",".join(f"'{node.name}'" for node in self.cluster.nodes if node != self)
+        self.driver.ctl("eval", f"lists:foreach(fun(Peer) -> {action} end, [{peers}]).")
+
+
+class Cluster:
+    """Several nodes that know each other. Ends with the `with` block it is started in."""
+
+    def __init__(self, name: str, source: str, record: folders.Record | None) -> None:
+        self.name = name
+        self.source = source
+        self._record = record
+        self._balancers: list[Balancer] = []
+        self._expected: set[str] = set()
+        endpoints = _endpoints(record)
+        self.nodes: list[Node] = [self._node(endpoint) for endpoint in endpoints]
+        self._expected = {node.name for node in self.nodes}
+
+    @classmethod
+    def start(
+        cls,
+        name: str | None = None,
+        *,
+        nodes: int = 3,
+        version: str = sources.DEFAULT_VERSION,
+        plugins: Sequence[str] = (),
+        config: str = "",
+        extra_ports: Sequence[str] = (),
+        keep: bool = False,
+        progress: Progress = silent,
+    ) -> Cluster:
+        """Start a cluster and wait until it is whole.
+
+        `plugins` come on top of management and streams. `config` is added to each rabbitmq.conf;
+        `$address` and `$<port>` stand for the node's own, for each name in `extra_ports` too.
+        With `keep` it outlives this process, until it is stopped by name.
+        """
+        source = sources.choose(version)
+        if source == "environment":
+            return cls("environment", source, None)
+        installation = None if source == "docker" else sources.installation(source, version)
+        name = name or f"run-{secrets.token_hex(4)}"
+        # The record must not take over what another cluster of this name left in the engine.
+        if source == "docker":
+            docker.remove_cluster(name)
+        record = folders.reserve(
+            name,
+            lambda block: folders.Record(
+                name=name,
+                version=installation.version if installation else version,
+                source=source,
+                block=block,
+                epmd_port=native.free_port("127.0.0.1"),
+                owner=None if keep else processes.identity(),
+                plugins=[*PLUGINS, *plugins],
+                config=config,
+                extra_ports=list(extra_ports),
+            ),
+        )
+        for _ in range(nodes):
+            record.nodes.append(_new_endpoint(record).to_json())
+        record.save()
+        cluster = cls(name, source, record)
+        try:
+            if installation is not None:
+                native.start_epmd(record, installation)
+            for node in cluster.nodes:
+                node.driver.start()
+            cluster.wait_until_whole(progress=progress)
+        except BaseException:
+            cluster.stop()
+            raise
+        return cluster
+
+    @classmethod
+    def attach(cls, name: str) -> Cluster:
+        """A cluster that is running already."""
+        record = folders.Record.load(name)
+        return cls(name, record.source, record)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def __repr__(self) -> str:
+        return f"<Cluster {self.name}: {len(self.nodes)} nodes, from {self.source}>"
+
+    def stop(self) -> None:
+        """End every process and delete every folder of the cluster."""
+        if self._record is None:
+            return
+        if self.source == "docker":
+            docker.remove_cluster(self.name)
+        folders.remove(self.name)
+
+    @property
+    def version(self) -> str:
+        """The RabbitMQ version that a running node reports."""
+        return str(self.running_nodes()[0].management.get("overview")["rabbitmq_version"])
+
+    def running_nodes(self) -> list[Node]:
+        return [node for node in self.nodes if node.driver.running() and serves(node.endpoint)]
+
+    def add_node(self) -> Node:
+        """Add a node to the running cluster and wait until all agree that it is a member."""
+        record = self._ours()
+        endpoint = _new_endpoint(record)
+        record.nodes.append(endpoint.to_json())
+        record.save()
+        node = self._node(endpoint)
+        node.driver.start()
+        self.nodes.append(node)
+        self._expected.add(node.name)
+        self.wait_until_whole()
+        return node
+
+    def remove_node(self, node: Node) -> None:
+        """Make a node leave for good: stopped, forgotten by the others, its data deleted."""
+        record = self._ours()
+        node.driver.stop()
+        self.nodes.remove(node)
+        self._expected.discard(node.name)
+        self.nodes[0].driver.ctl("forget_cluster_node", node.name)
+        node.driver.remove()
+        record.nodes[:] = [entry for entry in record.nodes if entry["name"] != node.name]
+        record.save()
+        self.wait_until_whole()
+
+    def balancer(self, nodes: Sequence[Node] | None = None) -> Balancer:
+        """HAProxy in front of these nodes, or of all of them. Stops with the cluster."""
+        record = self._ours()
+        number = len(self._balancers)
+        balancer = Balancer.start(
+            folders.cluster_folder(self.name) / f"haproxy-{number}",
+            f"127.0.{record.block}.{200 + number}",
+            [node.endpoint for node in nodes or self.nodes],
+        )
+        self._balancers.append(balancer)
+        return balancer
+
+    def wait_until_whole(self, timeout: float = BOOT_TIMEOUT, progress: Progress = silent) -> None:
+        """Wait until every node runs, all listeners answer, and all agree on the members."""
+        began = time.monotonic()
+        while unready := [node for node in self.nodes if not self._is_ready(node)]:
+            waited = time.monotonic() - began
+            ready = len(self.nodes) - len(unready)
+            progress(f"{self.name}: {ready} of {len(self.nodes)} nodes ready after {waited:.0f} s")
+            dead = [node for node in unready if not node.driver.running()]
+            if dead or waited > timeout:
+                node = (dead or unready)[0]
+                reason = "has ended" if dead else f"is not ready after {timeout:g} s"
+                raise RuntimeError(f"{node.name} {reason}:\n{node.driver.last_words()}")
+            time.sleep(0.2)
+        progress(f"{self.name}: all {len(self.nodes)} nodes ready")
+
+    def _is_ready(self, node: Node) -> bool:
+        members = _members(node.management)
+        running = {member["name"] for member in members if member.get("running")}
+        parted = any(member.get("partitions") for member in members)
+        return running == self._expected and not parted and serves(node.endpoint)
+
+    def _node(self, endpoint: Endpoint) -> Node:
+        return Node(endpoint, _driver(self._record, endpoint), self)
+
+    def _ours(self) -> folders.Record:
+        if self._record is None:
+            raise NotOurs("the cluster is named in the environment; Warren only uses it")
+        return self._record
+
+
+def members_seen(management: Management) -> set[str]:
+    """The running members as one node sees them; empty if it does not answer."""
+    return {node["name"] for node in _members(management) if node.get("running")}
+
+
+def _members(management: Management) -> list[dict[str, Any]]:
+    try:
+        members: list[dict[str, Any]] = management.get("nodes", timeout=5)
+    except NoAnswer:
+        return []
+    return members
+
+
+def _endpoints(record: folders.Record | None) -> list[Endpoint]:
+    if record is None:
+        return foreign.endpoints()
+    return [Endpoint(**entry) for entry in record.nodes]
+
+
+def _new_endpoint(record: folders.Record) -> Endpoint:
+    endpoint = native.new_endpoint(record)
+    if record.source == "docker":
+        return replace(endpoint, name=docker.name_inside(endpoint.address))
+    return endpoint
+
+
+def _driver(record: folders.Record | None, endpoint: Endpoint) -> Driver:
+    if record is None:
+        return foreign.ForeignNode(endpoint)
+    if record.source == "docker":
+        return docker.DockerNode(record, endpoint)
+    version = ".".join(record.version.split(".")[:2])
+    return native.NativeNode(record, sources.installation(record.source, version), endpoint)

@@ -1,0 +1,144 @@
+"""A node as processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cluster import folders, processes
+from tests.cluster.configuration import configuration
+from tests.cluster.nodes import LISTENERS, Endpoint, answers_tcp
+from tests.cluster.sources import Installation
+from tests.cluster.waiting import wait_until
+
+# Idle schedulers of several nodes would spin against each other on two cores.
+_NO_BUSY_WAIT = "+sbwt none +sbwtdcpu none +sbwtdio none"
+
+
+def free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def new_endpoint(record: folders.Record) -> Endpoint:
+    """A name, an address and free ports for one more node."""
+    taken = {node["address"] for node in record.nodes}
+    candidates = epmd_addresses(record)
+    address = next((one for one in candidates if one not in taken), None)
+    if address is None:
+        raise ValueError(f"a cluster on one machine has at most {len(candidates)} nodes")
+    wanted = (*LISTENERS, "distribution", *record.extra_ports)
+    # epmd knows nodes by the part before the @, and the cluster has one epmd.
+    name = f"rmq{address.rpartition('.')[2]}@{address}"
+    return Endpoint(name, address, {port: free_port(address) for port in wanted})
+
+
+def epmd_addresses(record: folders.Record) -> list[str]:
+    # epmd listens at each of them, and some versions take no more than 13 besides their own two.
+    return [f"127.0.{record.block}.{number}" for number in range(1, 13)]
+
+
+def start_epmd(record: folders.Record, installation: Installation) -> None:
+    """Erlang's port mapper, one for each cluster: the machine's own is left alone."""
+    folder = folders.cluster_folder(record.name)
+    addresses = ",".join(epmd_addresses(record))
+    argv = installation.erlang("epmd", "-port", str(record.epmd_port), "-address", addresses)
+    log = folder / "epmd.log"
+    processes.spawn(argv, dict(os.environ), folder / "epmd", log)
+    # A node that finds no epmd would start one itself, open to the network.
+    wait_until(lambda: answers_tcp("127.0.0.1", record.epmd_port), 20, log.read_text)
+
+
+@dataclass(frozen=True)
+class NativeNode:
+    record: folders.Record
+    installation: Installation
+    endpoint: Endpoint
+
+    @property
+    def folder(self) -> Path:
+        return folders.cluster_folder(self.record.name) / self.endpoint.address
+
+    def start(self) -> None:
+        self._write_files()
+        argv = self.installation.command("rabbitmq-server")
+        processes.spawn(argv, self._environment(), self.folder, self.folder / "output.log")
+
+    def stop(self) -> None:
+        self.thaw()  # a frozen node could not obey
+        for pid in processes.beam(self.folder):
+            os.kill(pid, signal.SIGTERM)
+        if not processes.wait_until_gone(self.folder, timeout=60):
+            processes.kill_all(self.folder)
+
+    def kill(self) -> None:
+        processes.kill_all(self.folder)
+
+    def freeze(self) -> None:
+        processes.send(self.folder, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        processes.send(self.folder, signal.SIGCONT)
+
+    def running(self) -> bool:
+        return bool(processes.marked(self.folder))
+
+    def remove(self) -> None:
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def ctl(self, *arguments: str) -> str:
+        argv = self.installation.command("rabbitmqctl", "--longnames", *arguments)
+        done = subprocess.run(
+            argv, env=self._environment(), capture_output=True, text=True, timeout=120
+        )
+        if done.returncode:
+            raise RuntimeError(f"rabbitmqctl {arguments[0]}: {done.stderr or done.stdout}")
+        return done.stdout
+
+    def last_words(self) -> str:
+        logs = [self.folder / "output.log", *sorted((self.folder / "log").glob("*.log"))]
+        lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
+        # What went wrong stands before the crash reports that follow from it.
+        errors = [line for line in lines if "[error]" in line or "[warning]" in line]
+        return "\n".join(errors[:20] or lines[-20:])
+
+    def _environment(self) -> dict[str, str]:
+        address, dist = self.endpoint.address, self.endpoint.ports["distribution"]
+        interface = "{" + address.replace(".", ",") + "}"
+        return {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": str(self.folder),
+            "LANG": "C.UTF-8",
+            "ERL_CRASH_DUMP_SECONDS": "0",  # no dump
+            "ERL_EPMD_PORT": str(self.record.epmd_port),
+            "RABBITMQ_USE_LONGNAME": "true",
+            "RABBITMQ_NODENAME": self.endpoint.name,
+            "RABBITMQ_DIST_PORT": str(dist),
+            "RABBITMQ_CONF_ENV_FILE": "/dev/null",  # not the machine's own settings
+            "RABBITMQ_CONFIG_FILE": str(self.folder / "rabbitmq.conf"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(self.folder / "enabled_plugins"),
+            "RABBITMQ_MNESIA_BASE": str(self.folder / "data"),
+            "RABBITMQ_LOG_BASE": str(self.folder / "log"),
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
+                f"-kernel inet_dist_use_interface {interface} {_NO_BUSY_WAIT}"
+            ),
+        }
+
+    def _write_files(self) -> None:
+        (self.folder / "data").mkdir(parents=True, exist_ok=True)
+        (self.folder / "log").mkdir(exist_ok=True)
+        cookie = self.folder / ".erlang.cookie"
+        if not cookie.exists():
+            cookie.write_text(f"warren-{self.record.name}")
+            cookie.chmod(0o400)
+        (self.folder / "enabled_plugins").write_text(f"[{','.join(self.record.plugins)}].\n")
+        (self.folder / "rabbitmq.conf").write_text(
+            configuration(self.record, self.endpoint, self.endpoint.address, self.endpoint.ports)
+        )

@@ -1,0 +1,93 @@
+"""What can be done with one node, however it is run."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tests.cluster.management import Management
+
+LISTENERS = ("amqp", "management", "stream")
+
+
+class NotOurs(RuntimeError):
+    """The cluster is run by somebody else: it can be used, but not stopped, cut or killed."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A node as clients see it."""
+
+    name: str
+    """The Erlang node name, `rmq1@127.0.1.1`."""
+    address: str
+    ports: dict[str, int]
+    user: str = "guest"
+    password: str = "guest"
+
+    @property
+    def amqp_url(self) -> str:
+        return f"amqp://{self.user}:{self.password}@{self.address}:{self.ports['amqp']}/"
+
+    @property
+    def stream_url(self) -> str:
+        where = f"{self.address}:{self.ports['stream']}"
+        return f"rabbitmq-stream://{self.user}:{self.password}@{where}/"
+
+    @property
+    def management(self) -> Management:
+        url = f"http://{self.address}:{self.ports['management']}"
+        return Management(url, self.user, self.password)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "address": self.address, "ports": self.ports}
+
+
+class Driver(Protocol):
+    """How one kind of source runs a node. Every method returns when the thing has happened."""
+
+    def start(self) -> None:
+        """Start the process; it is not waited for until it serves."""
+
+    def stop(self) -> None:
+        """Stop it as an operator would, with its data kept."""
+
+    def kill(self) -> None:
+        """Kill -9."""
+
+    def freeze(self) -> None: ...
+
+    def thaw(self) -> None: ...
+
+    def running(self) -> bool: ...
+
+    def remove(self) -> None:
+        """Kill it and delete its data."""
+
+    def ctl(self, *arguments: str) -> str:
+        """Run rabbitmqctl against the node."""
+
+    def last_words(self) -> str:
+        """What its log complains of, for an error message."""
+
+
+def answers_tcp(host: str, port: int, greeting: bytes = b"") -> bool:
+    """Whether a listener accepts, and answers the greeting if one is given."""
+    try:
+        with socket.create_connection((host, port), timeout=2) as connection:
+            if not greeting:
+                return True
+            connection.sendall(greeting)
+            return bool(connection.recv(1))
+    except OSError:
+        return False
+
+
+def serves(endpoint: Endpoint) -> bool:
+    """Whether every listener of the node answers, AMQP with its first frame."""
+    return all(
+        answers_tcp(endpoint.address, port, b"AMQP\0\0\x09\x01" if name == "amqp" else b"")
+        for name, port in endpoint.ports.items()
+        if name in LISTENERS
+    )

@@ -1,0 +1,110 @@
+"""The processes of a cluster, found by a mark in their environment.
+
+A broker forks helpers that leave its process group, and another Python process may have started
+it. The mark `WARREN_CLUSTER_PART=<folder>` is inherited by all of them and by nothing else, so only
+processes that we started are ever signalled.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+MARK = "WARREN_CLUSTER_PART"
+
+
+def marked(folder: Path) -> list[int]:
+    """The living processes that belong to `folder` or to a folder below it."""
+    exact = f"{MARK}={folder}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it ended meanwhile, or is not ours to read
+        if any(item == exact or item.startswith(exact + b"/") for item in environment):
+            found.append(int(entry.name))
+    return found
+
+
+def send(folder: Path, number: signal.Signals) -> int:
+    """Signal every process of `folder`; returns how many there were."""
+    pids = marked(folder)
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+    return len(pids)
+
+
+def kill_all(folder: Path, timeout: float = 20) -> None:
+    """Kill -9 until no process is left: one may fork while another is being killed."""
+    deadline = time.monotonic() + timeout
+    while send(folder, signal.SIGKILL):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {marked(folder)} survive kill -9")
+        time.sleep(0.05)
+
+
+def wait_until_gone(folder: Path, timeout: float) -> bool:
+    deadline = time.monotonic() + timeout
+    while marked(folder):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def beam(folder: Path) -> list[int]:
+    """The Erlang virtual machines among the processes of `folder`."""
+    return [pid for pid in marked(folder) if _name(pid) == "beam.smp"]
+
+
+def spawn(argv: list[str], environment: dict[str, str], folder: Path, log: Path) -> None:
+    """Start a marked process that outlives this one; its output goes to `log`.
+
+    The shell in between ends at once, so that the process is init's child and not ours: there is
+    no zombie to reap when it dies.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        subprocess.run(
+            ["/bin/sh", "-c", '"$@" &', "sh", *argv],
+            env={**environment, MARK: str(folder)},
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            check=True,
+        )
+
+
+def identity() -> list[int]:
+    """This process as an owner: pids are used again, a pid with its start time is not."""
+    return [os.getpid(), _start_time(os.getpid())]
+
+
+def alive(pid: int, start_time: int) -> bool:
+    try:
+        return _start_time(pid) == start_time
+    except OSError:
+        return False
+
+
+def _start_time(pid: int) -> int:
+    # Field 22; the second field, the name in parentheses, may hold spaces.
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""

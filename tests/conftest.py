@@ -1,0 +1,49 @@
+"""Clusters that tests share, and the broker versions they run on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster import DEFAULT_VERSION, Cluster
+from tests.cluster.docker import engine_answers
+
+OLDEST_VERSION = "3.10"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--broker-version",
+        default=os.environ.get("WARREN_BROKER_VERSION", DEFAULT_VERSION),
+        help="the RabbitMQ version that the suite runs on: 3.10, 4.0 or 4.3",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What depends on the broker's version also runs on the oldest one we promise to work with."""
+    if "any_version" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--broker-version")
+        versions = dict.fromkeys([chosen, OLDEST_VERSION])
+        metafunc.parametrize("any_version", list(versions), scope="module")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wants_docker = [item for item in items if item.get_closest_marker("docker")]
+    if wants_docker and not engine_answers():
+        reason = pytest.mark.skip(reason="no Docker engine answers on this machine")
+        for item in wants_docker:
+            item.add_marker(reason)
+
+
+@pytest.fixture(scope="session")
+def broker_version(request: pytest.FixtureRequest) -> str:
+    return str(request.config.getoption("--broker-version"))
+
+
+@pytest.fixture(scope="session")
+def cluster(broker_version: str) -> Iterator[Cluster]:
+    """Three nodes that every test may use and none may harm."""
+    with Cluster.start(version=broker_version) as running:
+        yield running

@@ -1,0 +1,122 @@
+"""Real nodes, killed, frozen, cut off, added and removed, on the default and the oldest version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pika
+import pytest
+
+from tests.cluster import Cluster, Node, wait_until
+from tests.cluster.cluster import members_seen
+from tests.cluster.management import NoAnswer
+from tests.cluster.nodes import answers_tcp, serves
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def fragile(any_version: str) -> Iterator[Cluster]:
+    with Cluster.start(version=any_version) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def leaves_the_cluster_whole(fragile: Cluster) -> Iterator[None]:
+    yield
+    fragile.wait_until_whole()
+
+
+def publish(node: Node, queue: str, body: bytes) -> None:
+    with pika.BlockingConnection(pika.URLParameters(node.endpoint.amqp_url)) as connection:
+        channel = connection.channel()
+        channel.queue_declare(queue, durable=True)
+        channel.confirm_delivery()
+        channel.basic_publish("", queue, body, pika.BasicProperties(delivery_mode=2))
+
+
+def take(node: Node, queue: str) -> bytes | None:
+    with pika.BlockingConnection(pika.URLParameters(node.endpoint.amqp_url)) as connection:
+        body: bytes | None = connection.channel().basic_get(queue, auto_ack=True)[2]
+        return body
+
+
+def test_started_means_every_node_serves_and_all_agree(fragile: Cluster, any_version: str) -> None:
+    names = {node.name for node in fragile}
+    assert len(names) == 3
+    assert len({node.endpoint.address for node in fragile}) == 3
+    for node in fragile:
+        assert serves(node.endpoint)
+        assert members_seen(node.management) == names
+        assert node.management.get("overview")["rabbitmq_version"].startswith(f"{any_version}.")
+        publish(node, "hello", b"from " + node.name.encode())
+    assert {take(fragile.nodes[0], "hello") for _ in fragile} == {
+        b"from " + name.encode() for name in names
+    }
+
+
+def test_killed_node_is_gone_at_once_and_comes_back_with_its_data(fragile: Cluster) -> None:
+    victim = fragile.nodes[1]
+    publish(victim, "kept", b"over kill -9")
+    victim.kill()
+    assert not victim.driver.running()
+    assert not answers_tcp(victim.endpoint.address, victim.endpoint.ports["amqp"])
+    assert victim not in fragile.running_nodes()
+    wait_until(lambda: victim.name not in members_seen(fragile.nodes[0].management), 30)
+    victim.restart()
+    assert take(victim, "kept") == b"over kill -9"
+
+
+def test_stopped_node_comes_back_with_its_data(fragile: Cluster) -> None:
+    victim = fragile.nodes[2]
+    publish(victim, "kept", b"over a stop")
+    victim.stop()
+    assert not victim.driver.running()
+    victim.restart()
+    assert take(victim, "kept") == b"over a stop"
+
+
+def test_frozen_node_keeps_its_listeners_but_answers_nothing(fragile: Cluster) -> None:
+    victim = fragile.nodes[0]
+    victim.freeze()
+    try:
+        # The kernel still accepts; nobody behind it speaks.
+        assert answers_tcp(victim.endpoint.address, victim.endpoint.ports["amqp"])
+        assert not serves(victim.endpoint)
+        with pytest.raises(NoAnswer):
+            victim.management.get("overview", timeout=1)
+    finally:
+        victim.thaw()
+    fragile.wait_until_whole()
+    assert serves(victim.endpoint)
+
+
+def test_node_that_is_added_joins_and_one_that_leaves_is_forgotten(fragile: Cluster) -> None:
+    before = {node.name for node in fragile}
+    fourth = fragile.add_node()
+    assert fourth.name not in before
+    for node in fragile:
+        assert members_seen(node.management) == before | {fourth.name}
+    publish(fourth, "at-the-fourth", b"x")
+    assert take(fragile.nodes[0], "at-the-fourth") == b"x"
+
+    fragile.remove_node(fourth)
+    assert not fourth.driver.running()
+    for node in fragile:
+        known = {entry["name"] for entry in node.management.get("nodes")}
+        assert known == before  # forgotten, not merely down
+
+
+def test_node_cut_off_is_unseen_by_the_others_until_healed(fragile: Cluster) -> None:
+    victim, *others = fragile.nodes
+    victim.cut_off()
+    assert victim.driver.running()
+    for other in others:
+        assert members_seen(other.management) == {node.name for node in others}
+    # Cut means cut: the others can't call it back.
+    fragile.nodes[1].driver.ctl("eval", f"net_adm:ping('{victim.name}').")
+    assert victim.name not in members_seen(fragile.nodes[1].management)
+    victim.heal()
+    for node in fragile:
+        assert members_seen(node.management) == {node.name for node in fragile}
+        assert not any(entry.get("partitions") for entry in node.management.get("nodes"))

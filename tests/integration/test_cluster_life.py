@@ -1,0 +1,163 @@
+"""Clusters start beside each other, end without a trace, and say why they could not start."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pika
+import pytest
+
+from tests.cluster import Cluster, Endpoint, NotOurs, folders, processes
+from tests.machine import PROJECT
+
+pytestmark = pytest.mark.cluster
+
+
+def fresh_name() -> str:
+    return f"test-{secrets.token_hex(4)}"
+
+
+def traces(name: str) -> list[str]:
+    """Whatever is left on this machine of a cluster: processes, mounts, folders."""
+    folder = folders.cluster_folder(name)
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [
+        *(f"process {pid}" for pid in processes.marked(folder)),
+        *(line for line in mounts if str(folders.cache()) in line),
+        *([f"folder {folder}"] if folder.exists() else []),
+    ]
+
+
+def test_two_clusters_run_side_by_side_and_one_ends_without_a_trace(cluster: Cluster) -> None:
+    name = fresh_name()
+    with Cluster.start(name, nodes=1, version="3.10") as other:
+        assert {node.endpoint.address for node in other}.isdisjoint(
+            node.endpoint.address for node in cluster
+        )
+        assert other.version.startswith("3.10.")
+        assert traces(name)
+    assert traces(name) == []
+    assert len(cluster.running_nodes()) == 3
+
+
+def test_two_starts_of_one_name_do_not_share_a_cluster() -> None:
+    name = fresh_name()
+    with Cluster.start(name, nodes=1), pytest.raises(FileExistsError, match="running already"):
+        Cluster.start(name, nodes=1)
+    assert traces(name) == []
+
+
+def test_cluster_of_a_killed_run_is_cleaned_up_by_the_next_start() -> None:
+    name = fresh_name()
+    script = f"""
+import time
+from tests.cluster import Cluster
+Cluster.start({name!r}, nodes=1)
+print("up", flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=PROJECT, stdout=subprocess.PIPE
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == b"up\n"
+        run.send_signal(signal.SIGKILL)
+    assert traces(name)
+    assert name in folders.abandoned()
+    with Cluster.start(nodes=1):
+        assert traces(name) == []
+
+
+def test_make_up_status_and_down(broker_version: str) -> None:
+    name, second = fresh_name(), fresh_name()
+
+    def make(target: str, cluster_name: str, *options: str) -> str:
+        chosen = [f"NAME={cluster_name}", f"VERSION={broker_version}", *options]
+        command = ["make", "--silent", target, *chosen]
+        environment = {**os.environ, "COLUMNS": "120"}
+        return subprocess.run(
+            command, cwd=PROJECT, check=True, capture_output=True, text=True, env=environment
+        ).stdout
+
+    try:
+        make("up", name)
+        make("up", second, "NODES=1")
+        status = make("status", name)
+        for node in [*Cluster.attach(name), *Cluster.attach(second)]:
+            row = next(line for line in status.splitlines() if node.name in line)
+            assert node.endpoint.address in row
+            assert f" {broker_version}." in row
+            assert " MB " in row
+        assert len(Cluster.attach(name).running_nodes()) == 3
+    finally:
+        make("down", name)
+        make("down", second)
+    assert traces(name) == traces(second) == []
+
+
+def test_broker_that_can_not_boot_is_quoted_and_leaves_nothing() -> None:
+    name = fresh_name()
+    with pytest.raises(RuntimeError, match="no_such_setting"):
+        Cluster.start(name, nodes=1, config="no_such_setting = 1")
+    assert traces(name) == []
+
+
+def test_plugins_and_configuration_are_chosen_for_each_cluster(cluster: Cluster) -> None:
+    def exchange_types(node_endpoint: Endpoint) -> set[str]:
+        overview = node_endpoint.management.get("overview")
+        return {entry["name"] for entry in overview["exchange_types"]}
+
+    assert "x-modulus-hash" not in exchange_types(cluster.nodes[0].endpoint)
+    with Cluster.start(
+        nodes=1,
+        plugins=["rabbitmq_sharding"],
+        config="listeners.tcp.2 = $address:$second",
+        extra_ports=["second"],
+    ) as special:
+        endpoint = special.nodes[0].endpoint
+        assert "x-modulus-hash" in exchange_types(endpoint)
+        second = pika.ConnectionParameters(endpoint.address, endpoint.ports["second"])
+        pika.BlockingConnection(second).close()
+
+
+def test_haproxy_deals_connections_out_to_every_node(cluster: Cluster) -> None:
+    balancer = cluster.balancer()
+    try:
+        reached = Counter(
+            balancer.endpoint.management.get("overview")["node"] for _ in range(3 * 4)
+        )
+        assert reached == Counter({node.name: 4 for node in cluster})
+        pika.BlockingConnection(pika.URLParameters(balancer.endpoint.amqp_url)).close()
+    finally:
+        balancer.stop()
+
+
+def test_brokers_named_in_the_environment_are_used_and_never_harmed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARREN_AMQP_URLS", ",".join(n.endpoint.amqp_url for n in cluster))
+    monkeypatch.setenv("WARREN_MANAGEMENT_URLS", ",".join(n.management.url for n in cluster))
+    monkeypatch.setenv("WARREN_STREAM_URLS", ",".join(n.endpoint.stream_url for n in cluster))
+    with Cluster.start() as foreign:
+        assert [node.name for node in foreign] == [node.name for node in cluster]
+        for harm in (foreign.nodes[0].kill, foreign.nodes[0].freeze, foreign.add_node):
+            with pytest.raises(NotOurs):
+                harm()
+    assert len(cluster.running_nodes()) == 3
+
+
+@pytest.mark.docker
+def test_cluster_in_docker_joins_and_ends_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARREN_BROKER_SOURCE", "docker")
+    name = fresh_name()
+    with Cluster.start(name, nodes=2) as contained:
+        contained.nodes[1].kill()
+        contained.nodes[1].restart()
+        assert len(contained.running_nodes()) == 2
+    assert traces(name) == []
