@@ -11,6 +11,7 @@ from sharding.errors import (
     is_retryable,
 )
 from sharding.hashing import Key, murmur3
+from sharding.map_difference import difference
 from sharding.naming import ShardName
 from sharding.policy import OnUnavailable, Policy, policy_for
 from sharding.shard_map import (
@@ -20,7 +21,6 @@ from sharding.shard_map import (
     Shard,
     ShardKind,
     ShardMap,
-    difference,
 )
 from sharding.slots import QUEUE_SLOTS, SlotTable
 

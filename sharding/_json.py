@@ -101,6 +101,8 @@ def parse(text: str | bytes, where: str) -> object:
 def check_format(fields: JsonObject, supported: int, where: str) -> None:
     """Take the field `format` and refuse any version but the one supported."""
     found = fields.integer("format")
+    if found < 1:
+        raise InvalidInput(f"{where}.format", "must be a whole number from 1", found)
     if found != supported:
         raise UnsupportedFormat(
             f"{where}.format: this Warren reads format {supported}, found {found}; "

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from sharding import __version__
 from sharding.errors import LocalError, WarrenError
-from sharding.shard_map import ShardMap, difference
+from sharding.map_difference import difference
+from sharding.shard_map import ShardMap
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

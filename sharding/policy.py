@@ -18,7 +18,7 @@ from sharding._json import (
     is_text,
     is_whole,
 )
-from sharding.errors import InvalidInput
+from sharding.errors import InvalidInput, UnsupportedFormat
 from sharding.naming import MAX_NAME_BYTES, check_name
 from sharding.slots import MAX_SHARDS
 
@@ -91,9 +91,11 @@ class Policy:
     @classmethod
     def from_json(cls, value: object, where: str = "policy") -> Policy:
         fields = JsonObject(value, where)
+        pattern = fields.text("pattern")
+        _refuse_to_judge_patterns(pattern, where)
         policy = cls(
             name=fields.text("name"),
-            pattern=fields.text("pattern"),
+            pattern=pattern,
             shards_per_node=fields.integer("shards_per_node"),
             priority=fields.integer("priority"),
             routing_key=fields.optional_text("routing_key"),
@@ -116,7 +118,7 @@ def compiled_pattern(pattern: str) -> re.Pattern[str]:
     """The compiled pattern, or an error that says where it goes wrong."""
     try:
         return re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
+    except (re.error, RecursionError, OverflowError, Warning) as error:
         rule = f"must be a regular expression that compiles ({error})"
         raise InvalidInput("policy.pattern", rule, pattern) from None
 
@@ -125,6 +127,20 @@ def _check_pattern(pattern: str) -> None:
     if not is_text(pattern) or not pattern:
         raise InvalidInput("policy.pattern", "must be a regular expression, not empty", pattern)
     compiled_pattern(pattern)
+
+
+def _refuse_to_judge_patterns(pattern: str, where: str) -> None:
+    """Stop at a written pattern that this Python can't compile: another version may be able to.
+
+    A reader of the map log that called the record void would part from readers that do not.
+    """
+    if is_text(pattern) and pattern:
+        try:
+            compiled_pattern(pattern)
+        except InvalidInput as error:
+            raise UnsupportedFormat(
+                f"{where}.pattern: {error.rule} in this Python; upgrade it to the writer's version"
+            ) from None
 
 
 def _check_whole(field_name: str, value: object) -> None:

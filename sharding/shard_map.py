@@ -23,7 +23,7 @@ from sharding.errors import InvalidInput
 from sharding.hashing import Key
 from sharding.naming import check_logical_name, check_name, check_node_name
 from sharding.policy import Policy
-from sharding.slots import SlotTable
+from sharding.slots import MAX_SHARDS, SlotTable
 
 FORMAT = 1
 
@@ -124,10 +124,18 @@ class ShardMap:
                 raise InvalidInput(
                     "shard_map.nodes", f"must have the node of {shard.name!r}", shard.node
                 )
-        if not self.shards:
-            raise InvalidInput("shard_map.shards", "must not be empty", self.shards)
+        if not 1 <= len(self.shards) <= MAX_SHARDS:
+            raise InvalidInput(
+                "shard_map.shards", f"must be 1 to {MAX_SHARDS} in number", len(self.shards)
+            )
         if not any(shard.available for shard in self.shards):
             raise InvalidInput("shard_map.shards", "must have one that is available", self.shards)
+        if self.kind is ShardKind.STREAM and not all(shard.available for shard in self.shards):
+            raise InvalidInput(
+                "shard_map.shards",
+                "must all be available in a stream",
+                self.shards,
+            )
 
     @cached_property
     def table(self) -> SlotTable:
@@ -193,73 +201,6 @@ class ShardMap:
     def loads(cls, text: str | bytes) -> ShardMap:
         """Read the text of a map file; raises `InvalidInput` or `UnsupportedFormat`."""
         return cls.from_json(parse(text, "shard_map"))
-
-
-def difference(old: ShardMap, new: ShardMap) -> list[str]:
-    """What changed between two maps of one logical queue, in words; empty if nothing did."""
-    if old.logical != new.logical:
-        raise InvalidInput(
-            "shard_map.logical", f"must be {old.logical!r} in both maps", new.logical
-        )
-    return [
-        *([f"epoch {old.epoch} → {new.epoch}"] if old.epoch != new.epoch else []),
-        *([f"kind {old.kind} → {new.kind}"] if old.kind != new.kind else []),
-        *_policy_changes(old.policy, new.policy),
-        *_node_changes(old, new),
-        *_shard_changes(old, new),
-        *_moved_slots(old, new),
-    ]
-
-
-def _policy_changes(old: Policy, new: Policy) -> list[str]:
-    before, after = old.to_json(), new.to_json()
-    return [
-        f"policy {field}: {before[field]!r} → {after[field]!r}"
-        for field in before
-        if before[field] != after[field]
-    ]
-
-
-def _node_changes(old: ShardMap, new: ShardMap) -> list[str]:
-    before = {node.name: node for node in old.nodes}
-    after = {node.name: node for node in new.nodes}
-    lines = [f"node {name} left" for name in before if name not in after]
-    for name, node in after.items():
-        if name not in before:
-            lines.append(f"node {name} joined")
-            continue
-        if before[name].addresses != node.addresses:
-            addresses = ", ".join(map(str, node.addresses)) or "no known address"
-            lines.append(f"node {name} is now at {addresses}")
-        if before[name].reply_token != node.reply_token:
-            lines.append(f"node {name} has another reply token")
-    return lines
-
-
-def _shard_changes(old: ShardMap, new: ShardMap) -> list[str]:
-    before = {shard.name: shard for shard in old.shards}
-    after = {shard.name: shard for shard in new.shards}
-    lines = [f"shard {name!r} removed" for name in before if name not in after]
-    for name, shard in after.items():
-        if name not in before:
-            lines.append(f"shard {name!r} added on {shard.node}")
-            continue
-        if before[name].node != shard.node:
-            lines.append(f"shard {name!r} moved from {before[name].node} to {shard.node}")
-        if before[name].available != shard.available:
-            lines.append(f"shard {name!r} is {'back' if shard.available else 'away'}")
-    return lines
-
-
-def _moved_slots(old: ShardMap, new: ShardMap) -> list[str]:
-    slots = len(new.table.owners)
-    if len(old.table.owners) != slots:
-        return [f"partitions {len(old.table.owners)} → {slots}: most keys move"]
-    moved = sum(
-        old.shards[before].name != new.shards[after].name
-        for before, after in zip(old.table.owners, new.table.owners, strict=True)
-    )
-    return [f"{moved} of {slots} slots ({moved / slots:.1%}) have a new owner"] if moved else []
 
 
 def _kind(value: str) -> ShardKind:

@@ -29,7 +29,8 @@ from sharding.hashing import Key, murmur3
 from sharding.naming import check_name
 
 QUEUE_SLOTS = 16_384
-MAX_SHARDS = 0xFFFF
+MAX_SHARDS = 4_096
+"""Building a table takes 64 KiB of weights for each shard; nobody means to ask for gigabytes."""
 _WEIGHT = 4
 
 

@@ -1,0 +1,25 @@
+"""The examples in the docstrings are true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import sharding
+
+MODULES = [
+    "sharding",
+    *(f"sharding.{module.name}" for module in pkgutil.iter_modules(sharding.__path__)),
+]
+WITH_EXAMPLES = {"sharding.hashing", "sharding.naming", "sharding.policy", "sharding.shard_map"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_are_true(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.failed == 0
+    # An example that is not found is not tested either.
+    assert results.attempted > 0 or name not in WITH_EXAMPLES
