@@ -19,17 +19,29 @@ MARK = "WARREN_CLUSTER_PART"
 def marked(folder: Path) -> list[int]:
     """The living processes that belong to `folder` or to a folder below it."""
     exact = f"{MARK}={folder}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            environment = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # it ended meanwhile, or is not ours to read
-        if any(item == exact or item.startswith(exact + b"/") for item in environment):
-            found.append(int(entry.name))
-    return found
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit()
+        and any(item == exact or item.startswith(exact + b"/") for item in _environment(entry))
+    ]
+
+
+def _environment(process: Path) -> list[bytes]:
+    """The environment of a process; empty if it ended, or is not ours to read.
+
+    In the middle of exec() a process shows an empty environment, so an empty one is read again,
+    unless it belongs to a kernel thread or a zombie: those have no program.
+    """
+    try:
+        for _ in range(10):
+            if content := (process / "environ").read_bytes():
+                return content.split(b"\0")
+            (process / "exe").readlink()
+            time.sleep(0.001)
+    except OSError:
+        pass
+    return []
 
 
 def send(folder: Path, number: signal.Signals) -> int:
