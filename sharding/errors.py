@@ -47,6 +47,14 @@ class UnsupportedFormat(LocalError):
     """Data written by a newer Warren, which this one must not guess at."""
 
 
+class Unreachable(RemoteError):
+    """No broker could be connected to, or the connection was lost before anything was sent."""
+
+
+class StaleMap(LocalError):
+    """The shard map could not be checked for longer than the bound, so it is not used."""
+
+
 class ShardUnavailable(RemoteError):
     """The shard that a key belongs to is away; the key is not sent anywhere else."""
 
@@ -54,10 +62,10 @@ class ShardUnavailable(RemoteError):
 def is_retryable(error: BaseException) -> bool:
     """Whether the same call may be made again without the risk of doing it twice.
 
-    Bad input stays bad and an unknown outcome may have been a success, so only an absent shard
-    qualifies. This is the one place that decides it.
+    Bad input stays bad and an unknown outcome may have been a success, so only what is away now
+    and may be back later qualifies. This is the one place that decides it.
     """
-    return isinstance(error, ShardUnavailable)
+    return isinstance(error, ShardUnavailable | StaleMap | Unreachable)
 
 
 def shown(value: object, limit: int = 80) -> str:

@@ -16,6 +16,7 @@ def difference(old: ShardMap, new: ShardMap) -> list[str]:
     return [
         *([f"epoch {old.epoch} → {new.epoch}"] if old.epoch != new.epoch else []),
         *([f"kind {old.kind} → {new.kind}"] if old.kind != new.kind else []),
+        *([f"exchange {old.exchange} → {new.exchange}"] if old.exchange != new.exchange else []),
         *_policy_changes(old.policy, new.policy),
         *_node_changes(old, new),
         *_shard_changes(old, new),

@@ -109,9 +109,13 @@ class ShardMap:
     nodes: tuple[Node, ...]
     policy: Policy
     kind: ShardKind = ShardKind.QUEUE
+    exchange: str = ""
+    """The direct exchange that shards are bound to by their names; the logical name if empty."""
 
     def __post_init__(self) -> None:
         check_logical_name(self.logical)
+        object.__setattr__(self, "exchange", self.exchange or self.logical)
+        check_name("shard_map.exchange", self.exchange)
         if not is_whole(self.epoch) or self.epoch < 1:
             raise InvalidInput("shard_map.epoch", "must be a whole number from 1", self.epoch)
         # "stream" equals ShardKind.STREAM, and equal maps must route equally.
@@ -163,6 +167,7 @@ class ShardMap:
             "logical": self.logical,
             "epoch": self.epoch,
             "kind": str(self.kind),
+            "exchange": self.exchange,
             "shards": [
                 {"name": shard.name, "node": shard.node, "available": shard.available}
                 for shard in self.shards
@@ -186,6 +191,7 @@ class ShardMap:
             logical=fields.text("logical"),
             epoch=fields.integer("epoch"),
             kind=_kind(fields.text("kind")),
+            exchange=fields.text("exchange"),
             shards=tuple(_shard(item, f"{where}.shards") for item in fields.array("shards")),
             nodes=tuple(_node(item, f"{where}.nodes") for item in fields.array("nodes")),
             policy=Policy.from_json(fields.mapping("policy"), f"{where}.policy"),

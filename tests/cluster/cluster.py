@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.cluster import docker, folders, foreign, native, processes, sources
 from tests.cluster.haproxy import Balancer
-from tests.cluster.management import Management, NoAnswer
+from sharding.management import Management, NoAnswer
 from tests.cluster.nodes import Driver, Endpoint, NotOurs, serves
 from tests.cluster.waiting import wait_until
 

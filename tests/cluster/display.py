@@ -7,7 +7,7 @@ import time
 from rich.table import Table
 
 from tests.cluster.cluster import Cluster, Node
-from tests.cluster.management import NoAnswer
+from sharding.management import NoAnswer
 
 _FIRST_FIGURES = 15.0
 

@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tests.cluster.management import Management
+from sharding.management import Management
 
 LISTENERS = ("amqp", "management", "stream")
 

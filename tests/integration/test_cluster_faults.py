@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.cluster import members_seen
-from tests.cluster.management import NoAnswer
+from sharding.management import NoAnswer
 from tests.cluster.nodes import answers_tcp, serves
 
 pytestmark = pytest.mark.cluster

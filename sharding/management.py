@@ -1,4 +1,4 @@
-"""A few questions to the management API, with the standard library."""
+"""The management API of one node, with the standard library."""
 
 from __future__ import annotations
 
@@ -7,21 +7,30 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from sharding.errors import RemoteError
 
-class NoAnswer(ConnectionError):
-    """The node does not answer, or not with sense; it may be starting or stopping."""
+
+class NoAnswer(RemoteError, ConnectionError):
+    """The API did not answer, or refused; `status` is the HTTP status where there was one."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 @dataclass(frozen=True)
 class Management:
-    """The management API of one node."""
+    """
+    >>> Management("http://localhost:15672")
+    Management(url='http://localhost:15672', user='guest')
+    """
 
     url: str
     user: str = "guest"
-    password: str = "guest"
+    password: str = field(default="guest", repr=False)
 
     def get(self, *path: str, timeout: float = 10) -> Any:
         return self.call("GET", *path, timeout=timeout)
@@ -38,12 +47,13 @@ class Management:
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
                 content = answer.read()
+            return json.loads(content) if content else None
         except urllib.error.HTTPError as error:
             with error:
-                raise NoAnswer(f"{method} {error.url}: {error.code} {error.reason}") from None
+                what = f"{method} {self.url}/api/{quoted}: {error.code} {error.reason}"
+                raise NoAnswer(what, error.code) from None
         except (OSError, ValueError) as error:
-            raise NoAnswer(f"{method} {self.url}: {error}") from None
-        return json.loads(content) if content else None
+            raise NoAnswer(f"{method} {self.url}/api/{quoted}: {error}") from None
 
     def _authorization(self) -> str:
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()

@@ -1,0 +1,512 @@
+"""`ShardedChannel`: a drop-in for pika's `BlockingChannel`.
+
+Whatever is not in the table of `plan` is the wrapped channel's own. Confirm mode is kept here and
+not by pika, for two reasons: a confirm that never comes must not block for ever, and one that comes
+after its deadline must not be taken for the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import pika
+import pika.spec
+from pika.adapters.blocking_connection import BlockingChannel, ReturnedMessage
+from pika.exceptions import ChannelClosedByBroker, NackError, UnroutableError
+
+from interceptors import plan
+from interceptors.plan import Placement
+from interceptors.whereabouts import node_at, node_with_token, peer_of
+from sharding.amqp import REPLY_TO
+from sharding.consumers import better_shard
+from sharding.errors import InvalidInput, OutcomeUnknown, ShardUnavailable, Unreachable
+from sharding.shard_map import Route, ShardMap
+from sharding.topology import Topology
+
+logger = logging.getLogger("warren.channel")
+
+OnMessage = Callable[[Any, pika.spec.Basic.Deliver, pika.BasicProperties, bytes], Any]
+
+_MOST_MOVES = 20
+
+
+class ShardedChannel:
+    """A pika `BlockingChannel` for which a logical queue is one queue.
+
+    `confirm_timeout` bounds every wait for a confirm; after it the outcome is unknown. `node` says
+    which node the connection is on where Warren can't find out.
+    """
+
+    def __init__(
+        self,
+        channel: BlockingChannel,
+        topology: Topology,
+        *,
+        placement: Placement | str = Placement.LOCAL,
+        confirm_timeout: float = 30.0,
+        node: str | None = None,
+    ) -> None:
+        # pika's own bookkeeping, which has no public face.
+        self._inner = _insides(channel)
+        if self._inner._delivery_confirmation:
+            raise InvalidInput("channel", "must be wrapped before confirm_delivery()", channel)
+        self._channel = channel
+        self._topology = topology
+        self._placement = Placement(placement)
+        self._confirm_timeout = confirm_timeout
+        self._node = node
+        self._asked = plan.AskedReturns()
+        self._confirming = False
+        self._awaited = 0
+        self._confirmed: bool | None = None
+        self._returned: list[ReturnedMessage] = []
+        self._random = random.Random()
+        self._inner._impl.add_on_return_callback(self._on_return)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def __enter__(self) -> ShardedChannel:
+        self._channel.__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        self._channel.__exit__(*problem)
+
+    def __int__(self) -> int:
+        return int(self._channel)
+
+    def __repr__(self) -> str:
+        return f"<ShardedChannel of {self._channel!r}>"
+
+    def explain(self, queue: str, key: str) -> Route | None:
+        """Slot, shard, node and epoch of a key; None if the name is not sharded."""
+        shard_map = self._topology.shard_map(queue)
+        return None if shard_map is None else shard_map.route(key)
+
+    # Consuming
+
+    def basic_consume(
+        self,
+        queue: str,
+        on_message_callback: OnMessage,
+        auto_ack: bool = False,
+        exclusive: bool = False,
+        consumer_tag: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        shard_map = self._topology.shard_map(queue)
+        deliver = self._with_wrapper(on_message_callback)
+        if shard_map is None:
+            return self._channel.basic_consume(
+                queue, deliver, auto_ack, exclusive, consumer_tag, _mutable(arguments)
+            )
+        shards = plan.candidates(shard_map, self._here(), self._placement)
+
+        def consume(shard: str, tag: str | None) -> str:
+            return self._channel.basic_consume(
+                shard, deliver, auto_ack, exclusive, tag, _mutable(arguments)
+            )
+
+        shard = self._claim(queue, shards)
+        try:
+            tag = consume(shard, consumer_tag)
+        finally:
+            self._topology.claims.settle(shard)
+        if not exclusive and len(shards) > 1:
+            _Settling(self, tag, shard, shards, consume, deliver).look_later()
+        return tag
+
+    def basic_consume_all(
+        self, queue: str, on_message_callback: OnMessage, auto_ack: bool = False
+    ) -> list[str]:
+        """Consume from every shard, on whatever node, also from those that come later.
+
+        Returns the consumer tags of the shards there are now.
+        """
+        shard_map = self._topology.shard_map(queue)
+        if shard_map is None:
+            return [self.basic_consume(queue, on_message_callback, auto_ack)]
+        deliver = self._with_wrapper(on_message_callback)
+        consumed: dict[str, str] = {}
+
+        def consume_missing(current: ShardMap | None) -> None:
+            for shard in current.shards if current else ():
+                if shard.name not in consumed and self._channel.is_open:
+                    consumed[shard.name] = self._channel.basic_consume(
+                        shard.name, deliver, auto_ack
+                    )
+
+        def on_change(_: Any, new: Any) -> None:
+            if not self._channel.is_open:
+                unsubscribe()
+            elif new.maps.get(queue) is not None:
+                self._channel.connection.add_callback_threadsafe(
+                    lambda: consume_missing(new.maps.get(queue))
+                )
+
+        consume_missing(shard_map)
+        unsubscribe = self._topology.subscribe(on_change)
+        return list(consumed.values())
+
+    def basic_get(self, queue: str, auto_ack: bool = False) -> tuple[Any, Any, Any]:
+        return self._channel.basic_get(self._shard_to_read(queue), auto_ack)
+
+    def consume(
+        self,
+        queue: str,
+        auto_ack: bool = False,
+        exclusive: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+        inactivity_timeout: float | None = None,
+        consumer_tag: str | None = None,
+    ) -> Generator[tuple[Any, Any, Any], None, None]:
+        running = self._inner._queue_consumer_generator
+        shard_map = self._topology.shard_map(queue)
+        if running is not None and shard_map is not None:
+            # Called again, the generator goes on, and pika compares the queue's name.
+            shard = running.params[0]
+        else:
+            shard = self._shard_to_read(queue)
+        yield from self._channel.consume(
+            shard, auto_ack, exclusive, _mutable(arguments), inactivity_timeout, consumer_tag
+        )
+
+    def _shard_to_read(self, queue: str) -> str:
+        shard_map = self._topology.shard_map(queue)
+        if shard_map is None:
+            return queue
+        shard = self._claim(queue, plan.candidates(shard_map, self._here(), self._placement))
+        self._topology.claims.settle(shard)
+        return shard
+
+    def _claim(self, queue: str, shards: list[str]) -> str:
+        if not shards:
+            self._refuse(plan.no_shard(queue))
+        shard = self._topology.claims.choose(self._topology.consumer_counts(shards))
+        if shard is None:
+            raise ShardUnavailable(
+                f"no shard of {queue!r} on {self._node} answered; try again when it is back"
+            )
+        return shard
+
+    def _with_wrapper(self, callback: OnMessage) -> OnMessage:
+        """Give the callback this channel, or what it publishes would not be sharded."""
+
+        def deliver(
+            _: Any, method: pika.spec.Basic.Deliver, properties: pika.BasicProperties, body: bytes
+        ) -> None:
+            callback(self, method, properties, body)
+
+        return deliver
+
+    # Declaring
+
+    def queue_declare(self, queue: str, *arguments: Any, **options: Any) -> Any:
+        shard_map = self._topology.shard_map(queue) if queue else None
+        if shard_map is None:
+            return self._channel.queue_declare(queue, *arguments, **options)
+        shard = plan.first_shard(shard_map, self._here())
+        if shard is None:
+            self._refuse(plan.no_shard(queue))
+        return self._channel.queue_declare(shard, *arguments, **options)
+
+    def queue_bind(self, queue: str, *arguments: Any, **options: Any) -> Any:
+        return self._unless_sharded("bind", queue)(queue, *arguments, **options)
+
+    def queue_unbind(self, queue: str, *arguments: Any, **options: Any) -> Any:
+        return self._unless_sharded("unbind", queue)(queue, *arguments, **options)
+
+    def queue_purge(self, queue: str) -> Any:
+        return self._unless_sharded("purge", queue)(queue)
+
+    def queue_delete(self, queue: str, *arguments: Any, **options: Any) -> Any:
+        return self._unless_sharded("delete", queue)(queue, *arguments, **options)
+
+    def exchange_declare(
+        self,
+        exchange: str,
+        exchange_type: Any = "direct",
+        passive: bool = False,
+        durable: bool = False,
+        auto_delete: bool = False,
+        internal: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(exchange_type, "value", exchange_type) != plan.EXCHANGE_TYPE:
+            return self._channel.exchange_declare(
+                exchange,
+                exchange_type,
+                passive,
+                durable,
+                auto_delete,
+                internal,
+                _mutable(arguments),
+            )
+        if not passive:
+            policy = plan.policy_of_arguments(exchange, arguments, durable)
+            if policy is not None:
+                self._topology.set_policy(policy)
+            elif self._topology.policy_for(exchange) is None:
+                raise plan.need_policy(exchange)
+            self._topology.ensure(exchange)
+        shard_map = self._topology.shard_map(exchange)
+        target = exchange if shard_map is None else shard_map.exchange
+        return self._channel.exchange_declare(target, "direct", passive, durable)
+
+    def exchange_delete(self, exchange: str, if_unused: bool = False) -> Any:
+        shard_map = self._topology.shard_map(exchange)
+        if shard_map is None:
+            return self._channel.exchange_delete(exchange, if_unused)
+        self._topology.forget(exchange)
+        return self._channel.exchange_delete(shard_map.exchange, if_unused)
+
+    def _unless_sharded(self, verb: str, queue: str) -> Callable[..., Any]:
+        if self._topology.shard_map(queue) is not None:
+            self._refuse(plan.refusal(verb, queue))
+        method: Callable[..., Any] = getattr(self._channel, f"queue_{verb}")
+        return method
+
+    def _refuse(self, text: str) -> NoReturn:
+        """Let the broker close the channel with a genuine 406, and say the plugin's reason."""
+        self._channel.basic_ack(plan.NO_SUCH_DELIVERY)
+        with suppress(ChannelClosedByBroker):
+            self._wait_until(lambda: self._channel.is_closed)
+        reason = ChannelClosedByBroker(plan.PRECONDITION_FAILED, text)
+        self._inner._closing_reason = reason
+        raise reason
+
+    # Publishing
+
+    def confirm_delivery(self) -> None:
+        if self._confirming:
+            logger.error("confirm_delivery: this channel confirms already")
+            return
+        selected: list[Any] = []
+        self._inner._impl.confirm_delivery(self._on_confirm, selected.append)
+        self._wait_until(lambda: bool(selected))
+        self._confirming = True
+
+    def basic_publish(
+        self,
+        exchange: str,
+        routing_key: str,
+        body: bytes | str,
+        properties: pika.BasicProperties | None = None,
+        mandatory: bool = False,
+    ) -> None:
+        shard_map = self._topology.shard_map(exchange) if exchange else None
+        if shard_map is None:
+            self._publish(exchange, routing_key, body, properties, mandatory)
+            return
+        shard = self._shard_for(shard_map, routing_key)
+        if mandatory and not self._confirming:
+            self._asked.note(shard_map.exchange, routing_key, _bytes(body))
+        try:
+            sent = plan.addressed(properties, shard)
+            self._publish(shard_map.exchange, routing_key, body, sent, True)
+        except NackError:
+            self._topology.suspect(shard)
+            raise
+        except UnroutableError:
+            self._topology.suspect(shard)
+            if mandatory:
+                raise
+            self._publish_again(exchange, routing_key, body, properties, shard)
+
+    def _publish_again(
+        self,
+        logical: str,
+        routing_key: str,
+        body: bytes | str,
+        properties: pika.BasicProperties | None,
+        shard: str,
+    ) -> None:
+        """A return that the application did not ask for: the map may be old, so look again."""
+        self._topology.refresh()
+        shard_map = self._topology.shard_map(logical)
+        now = shard_map.shard_of(routing_key).name if shard_map else shard
+        if shard_map is None or now == shard:
+            raise ShardUnavailable(
+                f"{shard!r} is not bound to the exchange {logical!r}, nothing was stored; "
+                "'warren shards ensure' makes it again"
+            )
+        self._publish(shard_map.exchange, routing_key, body, plan.addressed(properties, now), True)
+
+    def _shard_for(self, shard_map: ShardMap, routing_key: str) -> str:
+        shard = shard_map.shard_of(routing_key)
+        plan.check_available(shard_map, shard, self._topology.unavailable(shard.name))
+        return shard.name
+
+    def _publish(
+        self,
+        exchange: str,
+        routing_key: str,
+        body: bytes | str,
+        properties: pika.BasicProperties | None,
+        mandatory: bool,
+    ) -> None:
+        if not self._confirming:
+            self._channel.basic_publish(exchange, routing_key, body, properties, mandatory)
+            return
+        self._awaited += 1
+        self._confirmed = None
+        self._returned = []
+        self._inner._impl.basic_publish(exchange, routing_key, body, properties, mandatory)
+        self._wait_until(lambda: self._confirmed is not None)
+        returned, self._returned = self._returned, []
+        if not self._confirmed:
+            raise NackError(returned)
+        if returned:
+            raise UnroutableError(returned)
+
+    def _on_confirm(self, frame: Any) -> None:
+        tag, multiple = frame.method.delivery_tag, frame.method.multiple
+        # A confirm that comes after its deadline has a smaller tag.
+        if tag == self._awaited or (multiple and tag >= self._awaited):
+            self._confirmed = isinstance(frame.method, pika.spec.Basic.Ack)
+
+    def _on_return(
+        self, _: Any, method: Any, properties: pika.BasicProperties, body: bytes
+    ) -> None:
+        if self._confirming:
+            self._returned.append(ReturnedMessage(method, properties, body))
+            return
+        logical = self._logical_of(method.exchange)
+        if logical is None or self._asked.take(method.exchange, method.routing_key, body):
+            return
+        method.warren_unasked = True
+        logger.error(
+            "a message with key %r came back: its shard is not bound to %r; it is not stored",
+            method.routing_key,
+            logical,
+        )
+        shard_map = self._topology.shard_map(logical)
+        if shard_map is not None:
+            self._topology.suspect(shard_map.shard_of(method.routing_key).name)
+
+    def _logical_of(self, exchange: str) -> str | None:
+        for logical, shard_map in self._topology.state.maps.items():
+            if shard_map.exchange == exchange:
+                return logical
+        return None
+
+    def add_on_return_callback(self, callback: Callable[..., Any]) -> None:
+        """Called for the messages that the application asked to have returned, and no others."""
+
+        def returned(_: Any, method: Any, properties: Any, body: bytes) -> None:
+            if not getattr(method, "warren_unasked", False):
+                callback(self, method, properties, body)
+
+        self._channel.add_on_return_callback(returned)
+
+    # Waiting and knowing where we are
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """pika's own waiting, with a deadline."""
+        expired: list[bool] = []
+        connection = self._channel.connection
+        timer = connection.call_later(self._confirm_timeout, lambda: expired.append(True))
+        try:
+            self._inner._flush_output(condition, lambda: bool(expired))
+        finally:
+            connection.remove_timeout(timer)
+        if expired and not condition():
+            raise OutcomeUnknown(
+                f"the broker did not answer within {self._confirm_timeout:g} s (confirm_timeout)"
+            )
+
+    def _here(self) -> str | None:
+        if self._node is None:
+            nodes = self._topology.nodes()
+            self._node = node_at(peer_of(self._inner.connection._impl), nodes)
+            self._node = self._node or node_with_token(self._reply_to(), nodes)
+            if self._node is None:
+                raise Unreachable("the node of this connection is in no shard map; give node=…")
+        return self._node
+
+    def _reply_to(self) -> str:
+        """What the node writes into a reply-to; asked on a channel of its own."""
+        returned: list[str | None] = []
+        channel = self._channel.connection.channel()
+        channel.add_on_return_callback(
+            lambda _, __, properties, ___: returned.append(properties.reply_to)
+        )
+        channel.basic_consume(REPLY_TO, lambda *_: None, auto_ack=True)
+        channel.basic_publish(
+            "", "warren.nobody", b"", pika.BasicProperties(reply_to=REPLY_TO), mandatory=True
+        )
+        # Returned before the channel is closed in order, and kept by pika until it is dispatched.
+        channel.close()
+        self._channel.connection.process_data_events(0)
+        if not returned or returned[0] is None:
+            raise Unreachable("the broker did not say which node it is; give node=…")
+        return returned[0]
+
+
+class _Settling:
+    """Looks after a new consumer for a while: a herd that chose the same shard spreads out."""
+
+    def __init__(
+        self,
+        owner: ShardedChannel,
+        tag: str,
+        shard: str,
+        shards: list[str],
+        consume: Callable[[str, str | None], str],
+        deliver: OnMessage,
+    ) -> None:
+        self._owner = owner
+        self._tag = tag
+        self._shard = shard
+        self._shards = shards
+        self._consume = consume
+        self._deliver = deliver
+        self._left = _MOST_MOVES
+
+    def look_later(self) -> None:
+        connection = self._owner._channel.connection
+        if self._left and connection.is_open:
+            self._left -= 1
+            connection.call_later(self._owner._random.uniform(0.1, 0.5), self._count)
+
+    def _count(self) -> None:
+        connection = self._owner._channel.connection
+
+        def counted(counts: dict[str, int | None]) -> None:
+            if connection.is_open:
+                connection.add_callback_threadsafe(lambda: self._decide(counts))
+
+        self._owner._topology.when_counted(self._shards, counted)
+
+    def _decide(self, counts: dict[str, int | None]) -> None:
+        channel = self._owner._channel
+        if not channel.is_open or self._tag not in channel.consumer_tags:
+            return
+        target = better_shard(self._shard, counts, self._owner._random)
+        if target is not None:
+            logger.info("moving a consumer from %r to %r, which has fewer", self._shard, target)
+            undelivered = channel.basic_cancel(self._tag)
+            self._consume(target, self._tag)
+            self._shard = target
+            for method, properties, body in undelivered:
+                self._deliver(channel, method, properties, body)
+        answering = [count for count in counts.values() if count is not None]
+        if answering and max(answering) - min(answering) >= 2:
+            self.look_later()
+
+
+def _insides(channel: BlockingChannel) -> Any:
+    return channel
+
+
+def _mutable(arguments: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if arguments is None else dict(arguments)
+
+
+def _bytes(body: bytes | str) -> bytes:
+    return body.encode() if isinstance(body, str) else body

@@ -1,0 +1,335 @@
+"""pika's asynchronous connection as awaitables, for the control plane's own loop.
+
+Thin: it turns callbacks into results and a closed channel or connection into the error that closed
+it. Deadlines are the caller's, with `asyncio.timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pika
+import pika.channel
+import pika.exceptions
+from pika.adapters.asyncio_connection import AsyncioConnection
+
+from sharding.errors import RemoteError, Unreachable
+
+REPLY_TO = "amq.rabbitmq.reply-to"
+
+
+class Refused(RemoteError):
+    """The broker closed the channel; `code` and `text` are its own."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code} {text}")
+        self.code = code
+        self.text = text
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    name: str
+    messages: int
+    consumers: int
+
+
+class Session:
+    """One open connection. `lost` is done when it is closed, for whatever reason."""
+
+    def __init__(self, connection: AsyncioConnection, lost: asyncio.Future[str]) -> None:
+        self._connection = connection
+        self.lost = lost
+
+    @classmethod
+    async def open(cls, parameters: pika.ConnectionParameters, timeout: float) -> Session:
+        """Connect, or raise `Unreachable` with the reason; no secret is in it."""
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[None] = loop.create_future()
+        lost: asyncio.Future[str] = loop.create_future()
+
+        def failed(_: Any, error: BaseException | str) -> None:
+            if not opened.done():
+                opened.set_exception(Unreachable(f"{_where(parameters)}: {_reason(error)}"))
+
+        connection = AsyncioConnection(
+            parameters,
+            on_open_callback=lambda _: _settle(opened, None),
+            on_open_error_callback=failed,
+            on_close_callback=lambda _, why: _settle(lost, _reason(why)),
+            custom_ioloop=loop,
+        )
+        try:
+            async with asyncio.timeout(timeout):
+                await opened
+        except TimeoutError:
+            _abort(connection)
+            raise Unreachable(f"{_where(parameters)}: no answer within {timeout:g} s") from None
+        return cls(connection, lost)
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._connection.is_open)
+
+    async def channel(self) -> Channel:
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[pika.channel.Channel] = loop.create_future()
+        if not self.is_open:
+            raise Unreachable("the connection is closed")
+        self._connection.channel(on_open_callback=lambda ch: _settle(opened, ch))
+        return Channel(await self._or_lost(opened))
+
+    async def close(self, timeout: float = 2) -> None:
+        """Close in order within `timeout`, or by dropping the socket."""
+        if not self.lost.done():
+            if self._connection.is_open:
+                self._connection.close()
+            await asyncio.wait([self.lost], timeout=timeout)
+        if not self.lost.done():
+            _abort(self._connection)
+
+    async def reply_token(self) -> str:
+        """What tells the connected node from others: see `Node.reply_token`.
+
+        A mandatory message that nobody takes comes back with its reply-to filled in, and there the
+        node has written a hash of its name. It needs no queue and no right beyond publishing.
+        """
+        channel = await self.channel()
+        try:
+            await channel.consume(REPLY_TO, lambda _: None, no_ack=True)
+            return node_token(await channel.returned_reply_to())
+        finally:
+            channel.close()
+
+    async def _or_lost(self, wanted: asyncio.Future[Any]) -> Any:
+        await asyncio.wait([wanted, self.lost], return_when=asyncio.FIRST_COMPLETED)
+        if wanted.done():
+            return wanted.result()
+        wanted.cancel()
+        raise Unreachable(f"the connection was lost: {self.lost.result()}")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    body: bytes
+    properties: pika.BasicProperties
+    delivery_tag: int
+
+
+class Channel:
+    """One channel; a question that the broker answers by closing it raises `Refused`."""
+
+    def __init__(self, channel: pika.channel.Channel) -> None:
+        self._channel = channel
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._confirms: dict[int, asyncio.Future[Any]] = {}
+        self._published = 0
+        self.refused: Refused | None = None
+        channel.add_on_close_callback(self._on_close)
+
+    def close(self) -> None:
+        """Ask for it to be closed; the answer is not waited for."""
+        if self._channel.is_open:
+            self._channel.close()
+
+    async def declare(
+        self,
+        queue: str,
+        *,
+        passive: bool = False,
+        durable: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Declared:
+        frame = await self._ask(
+            self._channel.queue_declare,
+            queue=queue,
+            passive=passive,
+            durable=durable,
+            arguments=dict(arguments or {}),
+        )
+        method = frame.method
+        return Declared(method.queue, method.message_count, method.consumer_count)
+
+    async def declare_exchange(
+        self, exchange: str, kind: str = "direct", *, passive: bool = False, durable: bool = True
+    ) -> None:
+        await self._ask(
+            self._channel.exchange_declare,
+            exchange=exchange,
+            exchange_type=kind,
+            passive=passive,
+            durable=durable,
+        )
+
+    async def bind(self, queue: str, exchange: str, routing_key: str) -> None:
+        await self._ask(
+            self._channel.queue_bind, queue=queue, exchange=exchange, routing_key=routing_key
+        )
+
+    async def unbind(self, queue: str, exchange: str, routing_key: str) -> None:
+        await self._ask(
+            self._channel.queue_unbind, queue=queue, exchange=exchange, routing_key=routing_key
+        )
+
+    async def delete_empty(self, queue: str) -> None:
+        """Delete a queue that has no message and no consumer; refuse (406) any other."""
+        await self._ask(self._channel.queue_delete, queue=queue, if_unused=True, if_empty=True)
+
+    async def delete_exchange(self, exchange: str) -> None:
+        await self._ask(self._channel.exchange_delete, exchange=exchange)
+
+    async def qos(self, prefetch: int) -> None:
+        await self._ask(self._channel.basic_qos, prefetch_count=prefetch)
+
+    async def consume(
+        self,
+        queue: str,
+        on_message: Callable[[Message], None],
+        *,
+        no_ack: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        def deliver(_: Any, method: Any, properties: pika.BasicProperties, body: bytes) -> None:
+            on_message(Message(body, properties, method.delivery_tag))
+
+        await self._ask(
+            self._channel.basic_consume,
+            queue=queue,
+            on_message_callback=deliver,
+            auto_ack=no_ack,
+            arguments=dict(arguments or {}),
+        )
+
+    def ack(self, delivery_tag: int) -> None:
+        if self._channel.is_open:
+            self._channel.basic_ack(delivery_tag)
+
+    async def confirm_publishes(self) -> None:
+        def confirmed(frame: Any) -> None:
+            stored = isinstance(frame.method, pika.spec.Basic.Ack)
+            tag = frame.method.delivery_tag
+            for number in [
+                n for n in self._confirms if n == tag or (frame.method.multiple and n < tag)
+            ]:
+                future = self._confirms.pop(number)
+                _settle(future, stored)
+
+        await self._ask(self._channel.confirm_delivery, ack_nack_callback=confirmed)
+
+    async def publish(
+        self, exchange: str, routing_key: str, body: bytes, properties: pika.BasicProperties
+    ) -> bool:
+        """Publish on a channel that confirms; whether the broker says that it is stored."""
+        future = self._future()
+        self._published += 1
+        self._confirms[self._published] = future
+        self._channel.basic_publish(exchange, routing_key, body, properties)
+        return bool(await self._answer(future))
+
+    async def returned_reply_to(self) -> str:
+        future = self._future()
+
+        def returned(_: Any, __: Any, properties: pika.BasicProperties, ___: bytes) -> None:
+            _settle(future, properties.reply_to)
+
+        self._channel.add_on_return_callback(returned)
+        self._channel.basic_publish(
+            "", "warren.nobody", b"", pika.BasicProperties(reply_to=REPLY_TO), mandatory=True
+        )
+        return str(await self._answer(future))
+
+    async def _ask(self, method: Callable[..., Any], **arguments: Any) -> Any:
+        future = self._future()
+        if self.refused is not None or not self._channel.is_open:
+            raise self.refused or Unreachable("the channel is closed")
+        method(**arguments, callback=lambda frame: _settle(future, frame))
+        return await self._answer(future)
+
+    def _future(self) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        return future
+
+    async def _answer(self, future: asyncio.Future[Any]) -> Any:
+        try:
+            return await future
+        finally:
+            self._waiting.discard(future)
+
+    def _on_close(self, _: Any, reason: Exception) -> None:
+        error: RemoteError
+        if isinstance(reason, pika.exceptions.ChannelClosedByBroker):
+            error = self.refused = Refused(reason.reply_code, reason.reply_text)
+        else:
+            error = Unreachable(f"the channel was closed: {_reason(reason)}")
+        for future in [*self._waiting, *self._confirms.values()]:
+            if not future.done():
+                future.set_exception(error)
+
+
+def _settle(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def node_token(reply_to: str) -> str:
+    """The part of a direct reply-to address that names the node, the same for all connections.
+
+    The address is `amq.rabbitmq.reply-to.<encoded pid>.<key>`, and the pid's node is
+    `reply@<hash of the node's name>`, so the token also outlives a restart of the node.
+    """
+    pid = base64.b64decode(reply_to.removeprefix(f"{REPLY_TO}.").partition(".")[0])
+    start = pid.index(b"reply@")
+    length = int.from_bytes(pid[start - 2 : start])
+    return pid[start : start + length].decode()
+
+
+def _abort(connection: AsyncioConnection) -> None:
+    """Drop the socket of a connection that does not answer."""
+    transport = getattr(connection, "_transport", None)
+    if transport is not None:
+        transport.abort()
+
+
+def _where(parameters: pika.ConnectionParameters) -> str:
+    return f"{parameters.host}:{parameters.port}"
+
+
+def _reason(error: BaseException | str) -> str:
+    """What pika says, on one line; it wraps the cause of a failed connection several times."""
+    while (
+        isinstance(error, pika.exceptions.AMQPConnectionError)
+        and error.args
+        and isinstance(error.args[0], BaseException)
+    ):
+        error = error.args[0]
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def connection_parameters(url: str) -> pika.ConnectionParameters:
+    """The parameters of an AMQP URL, with the control plane's own habits."""
+    given = pika.URLParameters(url)
+    return pika.ConnectionParameters(
+        host=given.host,
+        port=given.port,
+        virtual_host=given.virtual_host,
+        credentials=given.credentials,
+        ssl_options=given.ssl_options,
+        heartbeat=10,
+        connection_attempts=1,
+        client_properties={"connection_name": "warren control plane"},
+    )
+
+
+def same_but_at(
+    parameters: pika.ConnectionParameters, host: str, port: int
+) -> pika.ConnectionParameters:
+    """The same credentials and habits at another address."""
+    moved = copy.copy(parameters)
+    moved.host, moved.port = host, port
+    return moved

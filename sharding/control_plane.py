@@ -1,0 +1,287 @@
+"""The control plane of a process, on an asyncio loop of its own: follow the log, ask, watch.
+
+It owns one connection and never touches the application's: a question about a queue whose node is
+down is answered after 64 s, and a connection that waits for it can't even be closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pika
+
+from sharding.amqp import Refused, Session, connection_parameters, same_but_at
+from sharding.errors import RemoteError, Unreachable
+from sharding.log_follower import Listener, LogFollower
+from sharding.map_log import State
+from sharding.members import ClusterView, Member
+from sharding.shard_map import Address, Node, Shard, ShardMap
+
+logger = logging.getLogger("warren.topology")
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyOptions:
+    """Every period is in seconds."""
+
+    poll_interval: float = 30.0
+    """How often the end of the map log is looked at, in case a push got lost."""
+    max_staleness: float = 90.0
+    """A map that could not be checked for longer is not used any more."""
+    connect_timeout: float = 5.0
+    answer_timeout: float = 2.0
+    """How long one question about one queue may take; silence means that it is away."""
+    watch_interval: float = 5.0
+    """How often the management API is asked which nodes run."""
+    probe_interval: float = 1.0
+    """How often a shard that is away is tried again."""
+    change_timeout: float = 30.0
+    """How long a change of policies or maps may take, races included."""
+
+
+class ControlPlane:
+    """Runs on one asyncio loop; every coroutine here must be awaited on it."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        view: ClusterView,
+        options: TopologyOptions,
+        on_change: Listener,
+    ) -> None:
+        self.given = [connection_parameters(url) for url in urls]
+        self.view = view
+        self.options = options
+        self.log = LogFollower(on_change)
+        self.session: Session | None = None
+        self.validated_at: float | None = None
+        self.problem: str = "not connected yet"
+        self.down_nodes: set[str] = set()
+        self.away: dict[str, asyncio.Task[None]] = {}
+        self._connected = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._follow())]
+        if self.view:
+            self._tasks.append(asyncio.create_task(self._watch_nodes()))
+
+    async def stop(self) -> None:
+        for task in [*self._tasks, *self.away.values()]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self.away.values(), return_exceptions=True)
+        if self.session is not None:
+            await self.session.close()
+
+    async def connected(self) -> Session:
+        """The connection, once there is one that reads the log."""
+        while self.session is None or not self.session.is_open:
+            self._connected.clear()
+            await self._connected.wait()
+        return self.session
+
+    # The log
+
+    async def _follow(self) -> None:
+        """Hold a connection to a node that has the log; go to the next one when it is lost."""
+        attempt = 0
+        while True:
+            for parameters in self._addresses():
+                try:
+                    session = await self._attach(parameters)
+                except (RemoteError, TimeoutError, OSError) as error:
+                    self.problem = _sentence(error)
+                    logger.debug("no map log through %s: %s", parameters.host, self.problem)
+                    continue
+                attempt = 0
+                await self._serve(session)
+                break
+            attempt += 1
+            await asyncio.sleep(random.uniform(0.1, min(0.25 * 2**attempt, 5.0)))
+
+    async def _attach(self, parameters: pika.ConnectionParameters) -> Session:
+        session = await Session.open(parameters, self.options.connect_timeout)
+        try:
+            async with asyncio.timeout(self.options.connect_timeout):
+                await self.log.attach(session)
+                await self.log.catch_up(session)
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def _serve(self, session: Session) -> None:
+        """Keep the map fresh over this connection until it is lost or stops answering."""
+        self.session = session
+        self.validated_at = time.monotonic()
+        self._connected.set()
+        try:
+            while True:
+                pause = self.options.poll_interval * random.uniform(0.8, 1.0)
+                await asyncio.wait([session.lost], timeout=pause)
+                if session.lost.done():
+                    self.problem = session.lost.result()
+                    return
+                await self.refresh(session)
+        except (RemoteError, TimeoutError) as error:
+            self.problem = _sentence(error)
+        finally:
+            self.session = None
+            await session.close()
+
+    async def refresh(self, session: Session) -> None:
+        async with asyncio.timeout(self.options.connect_timeout):
+            await self.log.catch_up(session)
+        self.validated_at = time.monotonic()
+
+    async def change(self, step: Callable[[State], Awaitable[State | None]]) -> State:
+        """Append what `step` makes of the current state, again and again until it is not void.
+
+        `step` returns None where there is nothing to change.
+        """
+        async with asyncio.timeout(self.options.change_timeout):
+            while True:
+                session = await self.connected()
+                try:
+                    await self.refresh(session)
+                    proposed = await step(self.log.state)
+                    if proposed is None or await self.log.append(proposed):
+                        return self.log.state
+                except Unreachable:
+                    # The record may have been stored; reading on will show it.
+                    logger.info("lost the connection while changing the map log; trying again")
+                await asyncio.sleep(random.uniform(0, 0.05))
+
+    # Nodes
+
+    def _addresses(self) -> list[pika.ConnectionParameters]:
+        """The addresses given, in random order, then those that the maps know."""
+        given = random.sample(self.given, len(self.given))
+        known = [
+            same_but_at(self.given[0], address.host, address.port)
+            for shard_map in self.log.state.maps.values()
+            for node in shard_map.nodes
+            for address in node.addresses
+        ]
+        places = {(parameters.host, parameters.port): parameters for parameters in [*given, *known]}
+        return list(places.values())
+
+    def parameters_for(self, node: Node) -> list[pika.ConnectionParameters]:
+        return [same_but_at(self.given[0], each.host, each.port) for each in node.addresses]
+
+    async def open_at(self, node: Node) -> Session:
+        """A connection of its own to one node, for work that must be done there."""
+        problem = f"no address of {node.name} is known"
+        for parameters in self.parameters_for(node):
+            try:
+                return await Session.open(parameters, self.options.connect_timeout)
+            except Unreachable as error:
+                problem = str(error)
+        raise Unreachable(f"{node.name}: {problem}")
+
+    async def members(self) -> list[Member]:
+        """The nodes of the cluster, from the management API, else those at the addresses given."""
+        if self.view:
+            tls = self.given[0].ssl_options is not None
+            return await asyncio.to_thread(self.view.members, tls)
+        return await self._members_by_token()
+
+    async def _members_by_token(self) -> list[Member]:
+        known = {
+            node.reply_token: node
+            for shard_map in self.log.state.maps.values()
+            for node in shard_map.nodes
+        }
+        members: dict[str, Member] = {
+            node.name: Member(node, running=False) for node in known.values()
+        }
+        for parameters in self.given:
+            with suppress(RemoteError, TimeoutError):
+                session = await Session.open(parameters, self.options.connect_timeout)
+                try:
+                    async with asyncio.timeout(self.options.answer_timeout):
+                        token = await session.reply_token()
+                finally:
+                    await session.close()
+                here = Address(str(parameters.host), int(parameters.port))
+                node = known.get(token) or Node(f"rabbit@{here.host}", (here,), token)
+                members[node.name] = Member(node, running=True)
+        return [members[name] for name in sorted(members)]
+
+    async def _watch_nodes(self) -> None:
+        while True:
+            try:
+                members = await self.members()
+            except RemoteError as error:
+                logger.debug("the management API does not answer: %s", error)
+            else:
+                self._note_down({member.name for member in members if not member.running})
+            await asyncio.sleep(self.options.watch_interval)
+
+    def _note_down(self, down: set[str]) -> None:
+        for name in sorted(down - self.down_nodes):
+            logger.warning("node %s is down; keys of its shards are refused or moved", name)
+        for name in sorted(self.down_nodes - down):
+            logger.info("node %s is back", name)
+        self.down_nodes = down
+
+    # Shards
+
+    async def consumer_counts(self, shards: Iterable[str]) -> dict[str, int | None]:
+        """How many consumers each shard has now; None where no answer came in time."""
+
+        async def count(shard: str) -> int | None:
+            try:
+                async with asyncio.timeout(self.options.answer_timeout):
+                    channel = await (await self.connected()).channel()
+                    try:
+                        return (await channel.declare(shard, passive=True)).consumers
+                    finally:
+                        channel.close()
+            except (RemoteError, TimeoutError):
+                return None
+
+        names = list(shards)
+        return dict(zip(names, await asyncio.gather(*map(count, names)), strict=True))
+
+    def suspect(self, shard: Shard, node: Node) -> None:
+        """Check a shard until it is there; meanwhile it counts as away."""
+        if shard.name not in self.away:
+            self.away[shard.name] = asyncio.create_task(self._probe(shard, node))
+
+    async def _probe(self, shard: Shard, node: Node) -> None:
+        try:
+            while (why := await self._why_away(shard, node)) is not None:
+                logger.warning("shard %r is away: %s", shard.name, why)
+                await asyncio.sleep(self.options.probe_interval)
+        finally:
+            self.away.pop(shard.name, None)
+
+    async def _why_away(self, shard: Shard, node: Node) -> str | None:
+        """Ask the shard's own node: others would hold the question for 64 s if it is down."""
+        try:
+            async with asyncio.timeout(self.options.answer_timeout):
+                session = await self.open_at(node)
+                try:
+                    await (await session.channel()).declare(shard.name, passive=True)
+                finally:
+                    await session.close(timeout=0.5)
+        except Refused as error:
+            return error.text
+        except (RemoteError, TimeoutError) as error:
+            return _sentence(error)
+        return None
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error) or "no answer in time"
+
+
+def node_of_shard(shard_map: ShardMap, shard: Shard) -> Node:
+    return next(node for node in shard_map.nodes if node.name == shard.node)

@@ -1,0 +1,151 @@
+"""The map log in the broker: a stream queue, read and written over plain AMQP 0-9-1.
+
+`map_log` has the rule; this is the I/O around it. Reading never ends: new records are pushed. To
+know that nothing is missing, `catch_up` looks at the end of the log by a second, short reading and
+waits until the first has come that far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pika
+
+from sharding import map_log
+from sharding.amqp import Channel, Message, Session
+from sharding.errors import UnsupportedFormat
+from sharding.map_log import State
+
+LOG_QUEUE = "warren.shard-maps"
+PREFETCH = 1_000
+# An empty log sends nothing, and so does a slow one. After this time a record that changes nothing
+# is appended, which tells the two apart.
+EMPTY_AFTER = 0.5
+NOTHING = b"{}"
+
+logger = logging.getLogger("warren.topology")
+
+Listener = Callable[[State, State], None]
+
+
+class LogFollower:
+    """Keeps `state` at the newest epoch that the log has."""
+
+    def __init__(self, on_change: Listener) -> None:
+        self.state = State()
+        self.failure: UnsupportedFormat | None = None
+        self._next_offset = 0
+        self._on_change = on_change
+        self._moved = asyncio.Event()
+        self._verdicts: dict[str, asyncio.Future[bool]] = {}
+        self._writer: Channel | None = None
+
+    async def attach(self, session: Session) -> None:
+        """Read on, over this connection. `Refused` (406) if its node has no replica of the log."""
+        self._writer = await session.channel()
+        await self._writer.declare(LOG_QUEUE, durable=True, arguments={"x-queue-type": "stream"})
+        await self._writer.confirm_publishes()
+        await self._read_from(session, self._next_offset)
+
+    async def catch_up(self, session: Session) -> None:
+        """Return when all that was in the log at the time of the call has been read."""
+        last = await self._last_offset(session)
+        if last < self._next_offset - 1:
+            logger.warning("the map log was made anew; reading it from its first record")
+            self._move_to(State())
+            self._next_offset = 0
+            await self._read_from(session, 0)
+        while self._next_offset <= last:
+            self._moved.clear()
+            await self._moved.wait()
+            self._raise_failure()
+
+    async def append(self, proposed: State) -> bool:
+        """Propose a state and wait for the verdict of the log: whether it is the next one."""
+        self._raise_failure()
+        name = uuid.uuid4().hex
+        verdict: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._verdicts[name] = verdict
+        try:
+            await self._publish(map_log.encode(proposed), name)
+            return await verdict
+        finally:
+            self._verdicts.pop(name, None)
+
+    async def _read_from(self, session: Session, offset: int) -> None:
+        channel = await session.channel()
+        await channel.qos(PREFETCH)
+
+        def read(message: Message) -> None:
+            self._on_record(message)
+            channel.ack(message.delivery_tag)
+
+        await channel.consume(LOG_QUEUE, read, arguments={"x-stream-offset": offset})
+
+    async def _last_offset(self, session: Session) -> int:
+        last = -1
+        arrived = asyncio.Event()
+
+        def note(message: Message) -> None:
+            nonlocal last
+            last = max(last, _offset(message))
+            arrived.set()
+
+        channel = await session.channel()
+        try:
+            await channel.qos(PREFETCH)
+            await channel.consume(LOG_QUEUE, note, arguments={"x-stream-offset": "last"})
+            try:
+                async with asyncio.timeout(EMPTY_AFTER):
+                    await arrived.wait()
+            except TimeoutError:
+                await self._publish(NOTHING, uuid.uuid4().hex)
+                await arrived.wait()
+            # The broker sends a chunk in one go, so its answer to this comes after the whole chunk.
+            await channel.qos(PREFETCH)
+        finally:
+            channel.close()
+        return last
+
+    async def _publish(self, record: bytes, name: str) -> None:
+        if self._writer is None:
+            raise RuntimeError("the log is not attached to a connection")
+        properties = pika.BasicProperties(message_id=name, delivery_mode=2)
+        await self._writer.publish("", LOG_QUEUE, record, properties)
+
+    def _on_record(self, message: Message) -> None:
+        offset = _offset(message)
+        if offset < self._next_offset:
+            return  # a chunk is sent whole, also the records before the one asked for
+        self._next_offset = offset + 1
+        try:
+            verdict = map_log.apply(self.state, message.body)
+        except UnsupportedFormat as error:
+            self.failure = error
+            self._moved.set()
+            return
+        if verdict.void is None:
+            self._move_to(verdict.state)
+        elif message.body != NOTHING:
+            logger.debug("record %d of the map log is void: %s", offset, verdict.void)
+        waiting = self._verdicts.get(message.properties.message_id or "")
+        if waiting is not None and not waiting.done():
+            waiting.set_result(verdict.void is None)
+        self._moved.set()
+
+    def _move_to(self, state: State) -> None:
+        before, self.state = self.state, state
+        self._on_change(before, state)
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+def _offset(message: Message) -> int:
+    headers: Mapping[str, Any] = message.properties.headers or {}
+    return int(headers["x-stream-offset"])

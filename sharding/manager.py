@@ -1,0 +1,224 @@
+"""The manager: from a policy and the running nodes to shards that exist where they should.
+
+The order of work keeps every map true: declare, look where the queue landed, bind, and only then
+append the map. Any process may do it, several at once too: declaring twice does no harm, and the
+log lets one of two equal maps win. No queue that holds messages is ever deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sharding.amqp import Channel, Refused, Session
+from sharding.control_plane import ControlPlane
+from sharding.errors import InvalidInput, RemoteError, Unreachable
+from sharding.management import NoAnswer
+from sharding.map_log import State
+from sharding.members import Member
+from sharding.policy import Policy, policy_for
+from sharding.shard_map import Shard, ShardMap
+from sharding.shard_plan import next_map, wanted_shards
+
+logger = logging.getLogger("warren.manager")
+
+LOCATOR_POLICY = "warren-shards-stay"
+# Above whatever moved the queues; RabbitMQ applies the one policy of the highest priority.
+LOCATOR_PRIORITY = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Ensured:
+    """What `ensure` did: the map in force, and what the operator should know."""
+
+    shard_map: ShardMap
+    notes: tuple[str, ...] = ()
+
+
+class Manager:
+    """Works on the control plane's loop."""
+
+    def __init__(self, plane: ControlPlane, vhost: str) -> None:
+        self._plane = plane
+        self._vhost = vhost
+        self._notes: list[str] = []
+
+    async def ensure(self, logical: str) -> Ensured:
+        result: list[ShardMap] = []
+
+        async def step(state: State) -> State | None:
+            proposed = await self._propose(logical, state)
+            result[:] = [proposed or state.maps[logical]]
+            return state.with_map(proposed) if proposed else None
+
+        state = await self._plane.change(step)
+        return Ensured(state.maps.get(logical, result[0]), tuple(dict.fromkeys(self._notes)))
+
+    async def _propose(self, logical: str, state: State) -> ShardMap | None:
+        current = state.maps.get(logical)
+        policy = policy_for(logical, state.policies.values())
+        if policy is None and current is not None:
+            policy = current.policy
+        if policy is None:
+            raise InvalidInput(
+                "logical queue", "must match a policy; set one with 'warren policy set'", logical
+            )
+        members = await self._plane.members()
+        shards = wanted_shards(logical, policy, members, current)
+        exchange = await self._declare_exchange(logical, policy)
+        placed, tokens = await self._place(shards, members, policy, exchange)
+        if not placed:
+            raise Unreachable(f"no node can be reached to make shards of {logical!r} on")
+        return next_map(logical, policy, members, placed, tokens, current, exchange)
+
+    async def _declare_exchange(self, logical: str, policy: Policy) -> str:
+        """The direct exchange of the shards: the logical name's own unless that is taken."""
+        session = await self._plane.connected()
+        for name in (logical, f"warren: {logical}"):
+            channel = await session.channel()
+            try:
+                await channel.declare_exchange(name, durable=policy.durable)
+            except Refused as error:
+                if error.code != 406:
+                    raise
+                self._note(
+                    f"the exchange {name!r} exists and is not ours ({error.text}); messages go "
+                    f"through 'warren: {logical}' until it is removed"
+                )
+                continue
+            finally:
+                channel.close()
+            return name
+        raise InvalidInput(
+            "exchange", "must be a direct exchange or not exist", f"warren: {logical}"
+        )
+
+    async def _place(
+        self, shards: Sequence[Shard], members: Sequence[Member], policy: Policy, exchange: str
+    ) -> tuple[list[Shard], dict[str, str]]:
+        """Declare and bind the shards of each running node, over a connection to that node."""
+        tokens: dict[str, str] = {}
+        placed = {shard.name: shard for shard in shards}
+        for member in members:
+            own = [shard for shard in shards if shard.node == member.name]
+            if not own or not member.running:
+                continue
+            try:
+                session = await self._plane.open_at(member.node)
+            except Unreachable as error:
+                self._note(f"{error}; its shards are left as they are")
+                for shard in own:
+                    if not await self._exists(shard):
+                        del placed[shard.name]
+                continue
+            try:
+                tokens[member.name] = await session.reply_token()
+                for shard in own:
+                    placed[shard.name] = await self._place_one(session, shard, policy, exchange)
+            finally:
+                await session.close()
+        return [placed[shard.name] for shard in shards if shard.name in placed], tokens
+
+    async def _place_one(
+        self, session: Session, shard: Shard, policy: Policy, exchange: str
+    ) -> Shard:
+        await self._declare(session, shard, policy)
+        landed = await self._where(shard)
+        if landed not in (None, shard.node) and await self._hold_in_place(session, shard, policy):
+            landed = await self._where(shard)
+        if landed not in (None, shard.node):
+            self._note(
+                f"shard {shard.name!r} lives on {landed}, because a policy of the broker places "
+                f"queues and this user may not set another (tag 'policymaker' on {self._vhost!r})"
+            )
+        channel = await session.channel()
+        try:
+            await channel.bind(shard.name, exchange, shard.name)
+            if policy.routing_key is not None:
+                await channel.bind(shard.name, exchange, policy.routing_key)
+        finally:
+            channel.close()
+        return replace(shard, node=landed or shard.node)
+
+    async def _declare(self, session: Session, shard: Shard, policy: Policy) -> None:
+        channel = await session.channel()
+        try:
+            await channel.declare(
+                shard.name, durable=policy.durable, arguments=dict(policy.queue_arguments)
+            )
+        except Refused as error:
+            if error.code != 406:
+                raise
+            self._note(
+                f"{shard.name!r} exists with other properties and is used as it is: {error.text}"
+            )
+        finally:
+            channel.close()
+
+    async def _hold_in_place(self, session: Session, shard: Shard, policy: Policy) -> bool:
+        """Outrank the policy that moved the shard, and make the empty shard again."""
+        try:
+            await asyncio.to_thread(self._set_locator_policy, shard.name)
+        except NoAnswer as error:
+            logger.info("may not set a policy of our own: %s", error)
+            return False
+        channel: Channel = await session.channel()
+        try:
+            await channel.delete_empty(shard.name)
+        except Refused as error:
+            self._note(f"{shard.name!r} is not on {shard.node} and is in use there: {error.text}")
+            return True
+        finally:
+            channel.close()
+        await self._declare(session, shard, policy)
+        return True
+
+    def _set_locator_policy(self, shard: str) -> None:
+        """Keep what the policy in force says of the shards, and change only where they live."""
+        view = self._plane.view
+        queue: dict[str, Any] = view.ask("GET", "queues", self._vhost, shard)
+        in_force = dict(queue.get("effective_policy_definition") or {})
+        # Older brokers read the classic queues' locator under its older name only.
+        key = "queue-leader-locator" if view.version() >= (3, 12) else "queue-master-locator"
+        definition = {**in_force, key: "client-local"}
+        view.ask(
+            "PUT",
+            "policies",
+            self._vhost,
+            LOCATOR_POLICY,
+            body={
+                "pattern": "^sharding: ",
+                "apply-to": "queues",
+                "priority": LOCATOR_PRIORITY,
+                "definition": definition,
+            },
+        )
+        self._note(f"set the policy {LOCATOR_POLICY!r}: another one moved shards to other nodes")
+
+    async def _where(self, shard: Shard) -> str | None:
+        """The node that a shard lives on; None where nobody can tell."""
+        if self._plane.view:
+            with suppress(NoAnswer):
+                return await asyncio.to_thread(self._plane.view.queue_node, self._vhost, shard.name)
+        return None
+
+    async def _exists(self, shard: Shard) -> bool:
+        session = await self._plane.connected()
+        with suppress(RemoteError, TimeoutError):
+            async with asyncio.timeout(self._plane.options.answer_timeout):
+                channel = await session.channel()
+                try:
+                    await channel.declare(shard.name, passive=True)
+                    return True
+                finally:
+                    channel.close()
+        return False
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.append(text)
+            logger.warning("%s", text)

@@ -1,0 +1,315 @@
+"""`Topology`: what a process knows of shards and nodes, and the way to change it.
+
+One for each process. It runs the control plane in a thread of its own; its methods may be called
+from any thread, and those that ask the network have a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import pika
+
+from sharding.consumers import Claims
+from sharding.control_plane import ControlPlane, TopologyOptions, node_of_shard
+from sharding.errors import InvalidInput, OutcomeUnknown, StaleMap, Unreachable, WarrenError
+from sharding.management import Management
+from sharding.manager import Ensured, Manager
+from sharding.map_difference import difference
+from sharding.map_log import State
+from sharding.members import ClusterView
+from sharding.naming import check_logical_name
+from sharding.policy import Policy, policy_for
+from sharding.shard_map import Node, Shard, ShardMap
+
+logger = logging.getLogger("warren.topology")
+T = TypeVar("T")
+
+Listener = Callable[[State, State], None]
+
+
+class Topology:
+    """The shard maps that all clients of the cluster agree on.
+
+    `urls` are AMQP URLs of one cluster, tried in turn. `management_urls` let it see which nodes
+    there are and where queues really live; user and password are those of the AMQP URL unless
+    given in them. With `maps` there is no log: the maps are these, for ever.
+    """
+
+    def __init__(
+        self,
+        *urls: str,
+        management_urls: Sequence[str] = (),
+        maps: Iterable[ShardMap] | None = None,
+        options: TopologyOptions | None = None,
+    ) -> None:
+        if not urls:
+            raise InvalidInput("urls", "must name one broker at least", urls)
+        self.options = options or TopologyOptions()
+        self._fixed = None if maps is None else _fixed_state(maps)
+        self.claims = Claims()
+        self._listeners: list[Listener] = []
+        self._ready = threading.Event()
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        parameters = [_checked_url(url) for url in urls]
+        view = ClusterView([_management(url, parameters[0]) for url in management_urls])
+        self.vhost: str = parameters[0].virtual_host
+        self._urls, self._view = urls, view
+        self._plane: ControlPlane
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="warren-topology", daemon=True
+        )
+        self._thread.start()
+        started.wait()
+
+    def __enter__(self) -> Topology:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        places = ", ".join(f"{p.host}:{p.port}" for p in map(pika.URLParameters, self._urls))
+        return f"<Topology {places}, epoch {self._plane.log.state.epoch}>"
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop the control plane. The application's own connections are not touched."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(self._plane.stop(), self._loop).result(timeout)
+        except concurrent.futures.TimeoutError:
+            logger.warning("the control plane did not stop within %g s", timeout)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout)
+
+    # Reading
+
+    @property
+    def state(self) -> State:
+        """All policies and maps, no staler than the bound."""
+        if self._fixed is not None:
+            return self._fixed
+        plane = self._plane
+        if plane.validated_at is None:
+            self.wait_until_ready(self.options.connect_timeout * 2)
+        if plane.log.failure is not None:
+            raise plane.log.failure
+        assert plane.validated_at is not None
+        age = time.monotonic() - plane.validated_at
+        if age > self.options.max_staleness:
+            raise StaleMap(
+                f"the shard maps could not be checked for {age:.0f} s, at most "
+                f"{self.options.max_staleness:g} s are allowed (max_staleness): {plane.problem}"
+            )
+        return plane.log.state
+
+    def wait_until_ready(self, timeout: float) -> None:
+        """Wait until the log has been read once; `Unreachable` says why it was not."""
+        if self._fixed is None and not self._ready.wait(timeout):
+            raise Unreachable(
+                f"the map log could not be read within {timeout:g} s: {self._plane.problem}"
+            )
+
+    def shard_map(self, logical: str) -> ShardMap | None:
+        return self.state.maps.get(logical)
+
+    def policy_for(self, logical: str) -> Policy | None:
+        return policy_for(logical, self.state.policies.values())
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener(old, new)` on the control plane's thread at each change; returns undo."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def refresh(self, timeout: float = 5.0) -> None:
+        if self._fixed is None:
+            self._call(self._refresh(), timeout)
+
+    # Nodes and shards
+
+    def connection_parameters(self, node: str) -> Sequence[pika.ConnectionParameters]:
+        for shard_map in self.state.maps.values():
+            for known in shard_map.nodes:
+                if known.name == node and known.addresses:
+                    return self._plane.parameters_for(known)
+        return []
+
+    def consumer_counts(self, shards: Iterable[str]) -> dict[str, int | None]:
+        """Consumers of each shard, counted now; None where the shard did not answer in time."""
+        return self._call(
+            self._plane.consumer_counts(list(shards)), self.options.answer_timeout + 1
+        )
+
+    def when_counted(
+        self, shards: Iterable[str], then: Callable[[dict[str, int | None]], None]
+    ) -> None:
+        """Count consumers without waiting; `then` is called on the control plane's thread."""
+        if self._closed:
+            return
+        work = self._plane.consumer_counts(list(shards))
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future.add_done_callback(lambda done: None if done.cancelled() else then(done.result()))
+
+    def nodes(self) -> list[Node]:
+        """Every node that a map knows."""
+        found = {
+            node.name: node for shard_map in self.state.maps.values() for node in shard_map.nodes
+        }
+        return list(found.values())
+
+    def unavailable(self, shard: str) -> bool:
+        plane = self._plane
+        if shard in plane.away:
+            return True
+        return bool(plane.down_nodes) and any(
+            each.name == shard and each.node in plane.down_nodes
+            for shard_map in self.state.maps.values()
+            for each in shard_map.shards
+        )
+
+    def suspect(self, shard: str) -> None:
+        for shard_map in self.state.maps.values():
+            for each in shard_map.shards:
+                if each.name == shard:
+                    self._suspect(shard_map, each)
+
+    def _suspect(self, shard_map: ShardMap, shard: Shard) -> None:
+        node = node_of_shard(shard_map, shard)
+        self._loop.call_soon_threadsafe(self._plane.suspect, shard, node)
+
+    # Changing
+
+    def change(self, step: Callable[[State], State | None]) -> State:
+        """Append what `step` makes of the newest state; asked again if somebody was faster."""
+
+        async def asynchronously(state: State) -> State | None:
+            return step(state)
+
+        return self._changed(self._plane.change(asynchronously))
+
+    def set_policy(self, policy: Policy) -> State:
+        return self.change(
+            lambda state: (
+                None if state.policies.get(policy.name) == policy else state.with_policy(policy)
+            )
+        )
+
+    def clear_policy(self, name: str) -> State:
+        return self.change(
+            lambda state: state.without_policy(name) if name in state.policies else None
+        )
+
+    def ensure(self, logical: str) -> Ensured:
+        """Make the shards of a logical queue be what its policy says, and record where they are."""
+        check_logical_name(logical)
+        manager = Manager(self._plane, self.vhost)
+        return self._changed(manager.ensure(logical))
+
+    def ensure_all(self) -> list[Ensured]:
+        """The same for every logical queue that is sharded."""
+        return [self.ensure(logical) for logical in sorted(self.state.maps)]
+
+    def forget(self, logical: str) -> State:
+        """Stop sharding a name. Its queues and their messages stay where they are."""
+        return self.change(
+            lambda state: state.without_map(logical) if logical in state.maps else None
+        )
+
+    # The thread
+
+    def _run(self, started: threading.Event) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.call_soon(self._start, started)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    def _start(self, started: threading.Event) -> None:
+        self._plane = ControlPlane(self._urls, self._view, self.options, self._on_change)
+        if self._fixed is None:
+            self._plane.start()
+            self._tell_when_ready = self._loop.create_task(self._announce())
+        started.set()
+
+    async def _announce(self) -> None:
+        await self._plane.connected()
+        self._ready.set()
+
+    async def _refresh(self) -> None:
+        await self._plane.refresh(await self._plane.connected())
+
+    def _on_change(self, old: State, new: State) -> None:
+        for logical, shard_map in new.maps.items():
+            before = old.maps.get(logical)
+            if before is None:
+                logger.debug("%s has %d shards", logical, len(shard_map.shards))
+            elif before != shard_map:
+                logger.info("%s: %s", logical, "; ".join(difference(before, shard_map)))
+        for listener in list(self._listeners):
+            try:
+                listener(old, new)
+            except Exception:
+                logger.exception("a listener of the topology failed")
+
+    def _changed(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._fixed is not None:
+            work.close()
+            raise InvalidInput("maps", "must not be given where maps are to be changed", "maps=…")
+        return self._call(work, self.options.change_timeout + 1)
+
+    def _call(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        if self._closed:
+            work.close()
+            raise Unreachable("the topology is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout)
+        except (TimeoutError, concurrent.futures.TimeoutError):
+            future.cancel()
+            raise OutcomeUnknown(
+                f"no answer within {timeout:g} s ({self._plane.problem}); it may take effect yet"
+            ) from None
+        except OSError as error:
+            if isinstance(error, WarrenError):
+                raise
+            raise Unreachable(str(error)) from None
+
+
+def _checked_url(url: str) -> pika.URLParameters:
+    scheme = urlsplit(url).scheme
+    if scheme not in ("amqp", "amqps"):
+        raise InvalidInput("urls", "must begin with amqp:// or amqps://", f"{scheme}://…")
+    return pika.URLParameters(url)
+
+
+def _management(url: str, amqp: pika.URLParameters) -> Management:
+    """User and password may stand in the URL; they are kept out of every text."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidInput("management_urls", "must begin with http:// or https://", parts.scheme)
+    credentials: Any = amqp.credentials
+    port = f":{parts.port}" if parts.port else ""
+    return Management(
+        f"{parts.scheme}://{parts.hostname}{port}{parts.path.rstrip('/')}",
+        unquote(parts.username) if parts.username else credentials.username,
+        unquote(parts.password) if parts.password else credentials.password,
+    )
+
+
+def _fixed_state(maps: Iterable[ShardMap]) -> State:
+    by_name = {shard_map.logical: shard_map for shard_map in maps}
+    return State(max((m.epoch for m in by_name.values()), default=0), {}, by_name)
