@@ -107,10 +107,8 @@ def policy_of_arguments(
     """The policy that the arguments of an exchange declaration ask for."""
     if not arguments or SHARDS_ARGUMENT not in arguments:
         return None
-    escaped = "".join(f"\\{c}" if c in r".^$*+?{}[]\|()" else c for c in logical)
-    return Policy(
-        f"exchange {logical}", f"^{escaped}$", arguments[SHARDS_ARGUMENT], durable=durable
-    )
+    shards = arguments[SHARDS_ARGUMENT]
+    return Policy.exactly(logical, shards, name=f"exchange {logical}", durable=durable)
 
 
 def need_policy(logical: str) -> InvalidInput:

@@ -6,6 +6,8 @@ from sharding.errors import (
     OutcomeUnknown,
     RemoteError,
     ShardUnavailable,
+    StaleMap,
+    Unreachable,
     UnsupportedFormat,
     WarrenError,
     is_retryable,
@@ -23,6 +25,7 @@ from sharding.shard_map import (
     ShardMap,
 )
 from sharding.slots import QUEUE_SLOTS, SlotTable
+from sharding.topology import Topology, TopologyOptions
 
 __version__ = "0.1.0"
 
@@ -44,6 +47,10 @@ __all__ = [
     "ShardName",
     "ShardUnavailable",
     "SlotTable",
+    "StaleMap",
+    "Topology",
+    "TopologyOptions",
+    "Unreachable",
     "UnsupportedFormat",
     "WarrenError",
     "difference",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import pika
 
-from sharding.amqp import Refused, Session, connection_parameters, same_but_at
+from sharding.amqp import Declared, Refused, Session, connection_parameters, same_but_at
 from sharding.errors import RemoteError, Unreachable
 from sharding.log_follower import Listener, LogFollower
 from sharding.map_log import State
@@ -24,6 +24,8 @@ from sharding.members import ClusterView, Member
 from sharding.shard_map import Address, Node, Shard, ShardMap
 
 logger = logging.getLogger("warren.topology")
+
+_NOT_TRIED = "not connected yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class TopologyOptions:
     """How often the end of the map log is looked at, in case a push got lost."""
     max_staleness: float = 90.0
     """A map that could not be checked for longer is not used any more."""
+    start_timeout: float = 30.0
+    """How long the first use of a map waits until the log has been read."""
     connect_timeout: float = 5.0
     answer_timeout: float = 2.0
     """How long one question about one queue may take; silence means that it is away."""
@@ -61,10 +65,11 @@ class ControlPlane:
         self.log = LogFollower(on_change)
         self.session: Session | None = None
         self.validated_at: float | None = None
-        self.problem: str = "not connected yet"
+        self.problem: str = _NOT_TRIED
         self.down_nodes: set[str] = set()
         self.away: dict[str, asyncio.Task[None]] = {}
         self._connected = asyncio.Event()
+        self._failed: set[tuple[str, int]] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -92,14 +97,16 @@ class ControlPlane:
         """Hold a connection to a node that has the log; go to the next one when it is lost."""
         attempt = 0
         while True:
-            for parameters in self._addresses():
+            for parameters in await self._addresses():
                 try:
                     session = await self._attach(parameters)
                 except (RemoteError, TimeoutError, OSError) as error:
                     self.problem = _sentence(error)
                     logger.debug("no map log through %s: %s", parameters.host, self.problem)
+                    self._failed.add((parameters.host, parameters.port))
                     continue
                 attempt = 0
+                self._failed.clear()
                 await self._serve(session)
                 break
             attempt += 1
@@ -148,29 +155,42 @@ class ControlPlane:
         async with asyncio.timeout(self.options.change_timeout):
             while True:
                 session = await self.connected()
-                try:
-                    await self.refresh(session)
+                if await self._is_current(session):
                     proposed = await step(self.log.state)
-                    if proposed is None or await self.log.append(proposed):
-                        return self.log.state
-                except Unreachable:
-                    # The record may have been stored; reading on will show it.
-                    logger.info("lost the connection while changing the map log; trying again")
+                    try:
+                        if proposed is None or await self.log.append(proposed):
+                            return self.log.state
+                    except RemoteError as error:
+                        # The record may have been stored; reading on will show it.
+                        logger.info("a change of the map log went wrong, trying again: %s", error)
                 await asyncio.sleep(random.uniform(0, 0.05))
+
+    async def _is_current(self, session: Session) -> bool:
+        """Read the log to its end; a node that can't, because it lost its replica, is left."""
+        try:
+            await self.refresh(session)
+        except (RemoteError, TimeoutError) as error:
+            self.problem = _sentence(error)
+            await session.close()
+            return False
+        return True
 
     # Nodes
 
-    def _addresses(self) -> list[pika.ConnectionParameters]:
-        """The addresses given, in random order, then those that the maps know."""
+    async def _addresses(self) -> list[pika.ConnectionParameters]:
+        """The addresses given, in random order, then those that maps and management know.
+
+        A node that joined after the log was made has no replica of it, so a client that was given
+        only such a node must find others.
+        """
         given = random.sample(self.given, len(self.given))
-        known = [
-            same_but_at(self.given[0], address.host, address.port)
-            for shard_map in self.log.state.maps.values()
-            for node in shard_map.nodes
-            for address in node.addresses
-        ]
+        nodes = [node for shard_map in self.log.state.maps.values() for node in shard_map.nodes]
+        if self.view and self.problem != _NOT_TRIED:
+            with suppress(RemoteError):
+                nodes += [member.node for member in await self.members()]
+        known = [parameters for node in nodes for parameters in self.parameters_for(node)]
         places = {(parameters.host, parameters.port): parameters for parameters in [*given, *known]}
-        return list(places.values())
+        return [places[place] for place in sorted(places, key=lambda place: place in self._failed)]
 
     def parameters_for(self, node: Node) -> list[pika.ConnectionParameters]:
         return [same_but_at(self.given[0], each.host, each.port) for each in node.addresses]
@@ -233,22 +253,29 @@ class ControlPlane:
 
     # Shards
 
-    async def consumer_counts(self, shards: Iterable[str]) -> dict[str, int | None]:
-        """How many consumers each shard has now; None where no answer came in time."""
+    async def look_at(self, queues: Iterable[str]) -> dict[str, Declared | None]:
+        """Messages and consumers of each queue now; None where no answer came in time.
 
-        async def count(shard: str) -> int | None:
+        Each is asked on a channel of its own: one that does not answer holds up no other.
+        """
+
+        async def look(queue: str) -> Declared | None:
             try:
                 async with asyncio.timeout(self.options.answer_timeout):
                     channel = await (await self.connected()).channel()
                     try:
-                        return (await channel.declare(shard, passive=True)).consumers
+                        return await channel.declare(queue, passive=True)
                     finally:
                         channel.close()
             except (RemoteError, TimeoutError):
                 return None
 
-        names = list(shards)
-        return dict(zip(names, await asyncio.gather(*map(count, names)), strict=True))
+        names = list(queues)
+        return dict(zip(names, await asyncio.gather(*map(look, names)), strict=True))
+
+    async def consumer_counts(self, shards: Iterable[str]) -> dict[str, int | None]:
+        found = await self.look_at(shards)
+        return {name: seen.consumers if seen else None for name, seen in found.items()}
 
     def suspect(self, shard: Shard, node: Node) -> None:
         """Check a shard until it is there; meanwhile it counts as away."""

@@ -20,6 +20,7 @@ from sharding.errors import InvalidInput, RemoteError, Unreachable
 from sharding.management import NoAnswer
 from sharding.map_log import State
 from sharding.members import Member
+from sharding.naming import ShardName
 from sharding.policy import Policy, policy_for
 from sharding.shard_map import Shard, ShardMap
 from sharding.shard_plan import next_map, wanted_shards
@@ -47,18 +48,19 @@ class Manager:
         self._vhost = vhost
         self._notes: list[str] = []
 
-    async def ensure(self, logical: str) -> Ensured:
+    async def ensure(self, logical: str, found: Sequence[Shard] = ()) -> Ensured:
+        """Bring the shards in step with the policy; `found` are taken in as they are."""
         result: list[ShardMap] = []
 
         async def step(state: State) -> State | None:
-            proposed = await self._propose(logical, state)
+            proposed = await self._propose(logical, state, found)
             result[:] = [proposed or state.maps[logical]]
             return state.with_map(proposed) if proposed else None
 
         state = await self._plane.change(step)
         return Ensured(state.maps.get(logical, result[0]), tuple(dict.fromkeys(self._notes)))
 
-    async def _propose(self, logical: str, state: State) -> ShardMap | None:
+    async def _propose(self, logical: str, state: State, found: Sequence[Shard]) -> ShardMap | None:
         current = state.maps.get(logical)
         policy = policy_for(logical, state.policies.values())
         if policy is None and current is not None:
@@ -68,7 +70,8 @@ class Manager:
                 "logical queue", "must match a policy; set one with 'warren policy set'", logical
             )
         members = await self._plane.members()
-        shards = wanted_shards(logical, policy, members, current)
+        existing = [*(current.shards if current else ()), *found]
+        shards = wanted_shards(logical, policy, members, existing)
         exchange = await self._declare_exchange(logical, policy)
         placed, tokens = await self._place(shards, members, policy, exchange)
         if not placed:
@@ -103,8 +106,9 @@ class Manager:
         """Declare and bind the shards of each running node, over a connection to that node."""
         tokens: dict[str, str] = {}
         placed = {shard.name: shard for shard in shards}
+        names = {member.name for member in members}
         for member in members:
-            own = [shard for shard in shards if shard.node == member.name]
+            own = [shard for shard in shards if _home(shard, names) == member.name]
             if not own or not member.running:
                 continue
             try:
@@ -118,7 +122,8 @@ class Manager:
             try:
                 tokens[member.name] = await session.reply_token()
                 for shard in own:
-                    placed[shard.name] = await self._place_one(session, shard, policy, exchange)
+                    at_home = replace(shard, node=member.name)
+                    placed[shard.name] = await self._place_one(session, at_home, policy, exchange)
             finally:
                 await session.close()
         return [placed[shard.name] for shard in shards if shard.name in placed], tokens
@@ -126,15 +131,11 @@ class Manager:
     async def _place_one(
         self, session: Session, shard: Shard, policy: Policy, exchange: str
     ) -> Shard:
+        """Make one shard on the node that `session` is connected to, or say where it is."""
         await self._declare(session, shard, policy)
         landed = await self._where(shard)
-        if landed not in (None, shard.node) and await self._hold_in_place(session, shard, policy):
+        if landed not in (None, shard.node) and await self._bring_home(session, shard, policy):
             landed = await self._where(shard)
-        if landed not in (None, shard.node):
-            self._note(
-                f"shard {shard.name!r} lives on {landed}, because a policy of the broker places "
-                f"queues and this user may not set another (tag 'policymaker' on {self._vhost!r})"
-            )
         channel = await session.channel()
         try:
             await channel.bind(shard.name, exchange, shard.name)
@@ -159,19 +160,22 @@ class Manager:
         finally:
             channel.close()
 
-    async def _hold_in_place(self, session: Session, shard: Shard, policy: Policy) -> bool:
-        """Outrank the policy that moved the shard, and make the empty shard again."""
+    async def _bring_home(self, session: Session, shard: Shard, policy: Policy) -> bool:
+        """Outrank the policy that moved a shard, and make it again, if it is empty and unused."""
         try:
             await asyncio.to_thread(self._set_locator_policy, shard.name)
         except NoAnswer as error:
-            logger.info("may not set a policy of our own: %s", error)
+            self._note(
+                f"shard {shard.name!r} is not on {shard.node}: a policy of the broker places "
+                f"queues, and this user may not set another ({error}; it needs 'policymaker')"
+            )
             return False
         channel: Channel = await session.channel()
         try:
             await channel.delete_empty(shard.name)
         except Refused as error:
-            self._note(f"{shard.name!r} is not on {shard.node} and is in use there: {error.text}")
-            return True
+            self._note(f"shard {shard.name!r} is not on {shard.node}, but in use: {error.text}")
+            return False
         finally:
             channel.close()
         await self._declare(session, shard, policy)
@@ -222,3 +226,9 @@ class Manager:
         if text not in self._notes:
             self._notes.append(text)
             logger.warning("%s", text)
+
+
+def _home(shard: Shard, members: set[str]) -> str:
+    """The node that a shard belongs on: the one in its name, as long as there is such a node."""
+    name = ShardName.parse(shard.name)
+    return name.node if name is not None and name.node in members else shard.node

@@ -73,6 +73,13 @@ class Policy:
         object.__setattr__(self, "queue_arguments", arguments)
         object.__setattr__(self, "on_unavailable", _on_unavailable(self.on_unavailable))
 
+    @classmethod
+    def exactly(
+        cls, logical: str, shards_per_node: int, *, name: str, durable: bool = True
+    ) -> Policy:
+        """A policy for one logical queue and no other."""
+        return cls(name, rf"^{re.escape(logical)}\Z", shards_per_node, durable=durable)
+
     def matches(self, logical: str) -> bool:
         return compiled_pattern(self.pattern).search(logical) is not None
 

@@ -20,13 +20,11 @@ from sharding.shard_map import Node, Shard, ShardMap
 
 
 def wanted_shards(
-    logical: str, policy: Policy, members: Sequence[Member], current: ShardMap | None
+    logical: str, policy: Policy, members: Sequence[Member], existing: Sequence[Shard]
 ) -> list[Shard]:
     """The shards that there should be, in order; a new one is wanted on the node in its name."""
     here = {member.name for member in members}
-    kept = {
-        shard.name: shard for shard in (current.shards if current else ()) if shard.node in here
-    }
+    kept = {shard.name: shard for shard in existing if shard.node in here}
     running = {member.name for member in members if member.running}
     for member in members:
         for index in range(policy.shards_per_node):

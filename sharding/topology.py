@@ -17,8 +17,11 @@ from urllib.parse import unquote, urlsplit
 
 import pika
 
+from sharding.adopt import FoundShards, find_shards
+from sharding.amqp import Declared
 from sharding.consumers import Claims
-from sharding.control_plane import ControlPlane, TopologyOptions, node_of_shard
+from sharding.control_plane import ControlPlane, node_of_shard
+from sharding.control_plane import TopologyOptions as TopologyOptions
 from sharding.errors import InvalidInput, OutcomeUnknown, StaleMap, Unreachable, WarrenError
 from sharding.management import Management
 from sharding.manager import Ensured, Manager
@@ -87,7 +90,7 @@ class Topology:
             return
         self._closed = True
         try:
-            asyncio.run_coroutine_threadsafe(self._plane.stop(), self._loop).result(timeout)
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(timeout)
         except concurrent.futures.TimeoutError:
             logger.warning("the control plane did not stop within %g s", timeout)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -102,7 +105,7 @@ class Topology:
             return self._fixed
         plane = self._plane
         if plane.validated_at is None:
-            self.wait_until_ready(self.options.connect_timeout * 2)
+            self.wait_until_ready(self.options.start_timeout)
         if plane.log.failure is not None:
             raise plane.log.failure
         assert plane.validated_at is not None
@@ -150,6 +153,10 @@ class Topology:
         return self._call(
             self._plane.consumer_counts(list(shards)), self.options.answer_timeout + 1
         )
+
+    def look_at(self, queues: Iterable[str]) -> dict[str, Declared | None]:
+        """Messages and consumers of each queue; None where it did not answer in time."""
+        return self._call(self._plane.look_at(list(queues)), self.options.answer_timeout + 1)
 
     def when_counted(
         self, shards: Iterable[str], then: Callable[[dict[str, int | None]], None]
@@ -216,6 +223,17 @@ class Topology:
         manager = Manager(self._plane, self.vhost)
         return self._changed(manager.ensure(logical))
 
+    def find_shards(self, logical: str) -> FoundShards:
+        """The queues in the broker that are named as shards of `logical`, the plugin's say."""
+        check_logical_name(logical)
+        return find_shards(self._view, self.vhost, logical)
+
+    def adopt(self, found: FoundShards) -> Ensured:
+        """Take queues that exist into a map, with their names and messages."""
+        self.set_policy(found.policy())
+        manager = Manager(self._plane, self.vhost)
+        return self._changed(manager.ensure(found.logical, found.shards))
+
     def ensure_all(self) -> list[Ensured]:
         """The same for every logical queue that is sharded."""
         return [self.ensure(logical) for logical in sorted(self.state.maps)]
@@ -242,8 +260,13 @@ class Topology:
         self._plane = ControlPlane(self._urls, self._view, self.options, self._on_change)
         if self._fixed is None:
             self._plane.start()
-            self._tell_when_ready = self._loop.create_task(self._announce())
+            self._announcement = self._loop.create_task(self._announce())
         started.set()
+
+    async def _stop(self) -> None:
+        if self._fixed is None:
+            self._announcement.cancel()
+        await self._plane.stop()
 
     async def _announce(self) -> None:
         await self._plane.connected()

@@ -1,0 +1,265 @@
+"""The sub-commands of `warren` that talk to a cluster."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from sharding.adopt import FoundShards
+from sharding.commands import AsJson, app, print_table, printable
+from sharding.errors import InvalidInput, WarrenError
+from sharding.manager import Ensured
+from sharding.map_difference import difference
+from sharding.policy import OnUnavailable, Policy
+from sharding.topology import Topology
+
+policies = typer.Typer(no_args_is_help=True, help="Which logical queues are sharded, and how.")
+shards = typer.Typer(no_args_is_help=True, help="Keep shards in step with policies and nodes.")
+app.add_typer(policies, name="policy")
+app.add_typer(shards, name="shards")
+
+Urls = Annotated[
+    list[str],
+    typer.Option(
+        "--url",
+        envvar="WARREN_URL",
+        show_envvar=True,
+        help="AMQP URL of a node; several times, for failover.",
+    ),
+]
+ManagementUrls = Annotated[
+    list[str],
+    typer.Option(
+        "--management",
+        envvar="WARREN_MANAGEMENT_URL",
+        show_envvar=True,
+        help="URL of the management API; needed to see which nodes there are.",
+    ),
+]
+Logical = Annotated[str, typer.Argument(metavar="NAME", help="The logical queue.")]
+
+LOCAL_BROKER = ["amqp://guest:guest@localhost:5672/"]
+
+
+@contextmanager
+def connected(urls: list[str], management: list[str]) -> Iterator[Topology]:
+    with Topology(*urls, management_urls=management) as topology:
+        yield topology
+
+
+@policies.command("set")
+def set_policy(
+    logical: Logical,
+    shards_per_node: Annotated[int, typer.Option(help="Shards on each node.")],
+    pattern: Annotated[
+        str | None, typer.Option(help="A regular expression; NAME then only names the policy.")
+    ] = None,
+    priority: Annotated[int, typer.Option(help="The highest that matches is in force.")] = 0,
+    routing_key: Annotated[str | None, typer.Option(help="Bind shards with this as well.")] = None,
+    durable: Annotated[bool, typer.Option(help="Shards survive a restart of their node.")] = True,
+    argument: Annotated[
+        list[str] | None, typer.Option(help="A queue argument, as name=JSON value.")
+    ] = None,
+    on_unavailable: Annotated[
+        OnUnavailable, typer.Option(help="Keys of a shard that is away fail, or move.")
+    ] = OnUnavailable.FAIL,
+    url: Urls = LOCAL_BROKER,
+    management: ManagementUrls = [],  # noqa: B006 - typer copies it
+) -> None:
+    """Set the policy of a logical queue and make its shards."""
+    exact = Policy.exactly(logical, shards_per_node, name=logical)
+    policy = Policy(
+        name=logical,
+        pattern=pattern or exact.pattern,
+        shards_per_node=shards_per_node,
+        priority=priority,
+        routing_key=routing_key,
+        durable=durable,
+        queue_arguments=dict(map(_argument, argument or [])),
+        on_unavailable=on_unavailable,
+    )
+    with connected(url, management) as topology:
+        topology.set_policy(policy)
+        names = {logical} if pattern is None else set()
+        names |= {name for name in topology.state.maps if policy.matches(name)}
+        for name in sorted(names):
+            report(topology.ensure(name))
+
+
+@policies.command("list")
+def list_policies(
+    as_json: AsJson = False,
+    url: Urls = LOCAL_BROKER,
+    management: ManagementUrls = [],  # noqa: B006
+) -> None:
+    """Show the policies in the map log."""
+    with connected(url, management) as topology:
+        rows = [policy.to_json() for policy in topology.state.policies.values()]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+    else:
+        print_table(("name", "pattern", "shards_per_node", "priority", "on_unavailable"), rows)
+
+
+@policies.command("clear")
+def clear_policy(
+    name: Annotated[str, typer.Argument(help="The policy's name.")],
+    url: Urls = LOCAL_BROKER,
+    management: ManagementUrls = [],  # noqa: B006
+) -> None:
+    """Remove a policy. Shards that it made stay, with their messages."""
+    with connected(url, management) as topology:
+        if name not in topology.state.policies:
+            raise InvalidInput("policy", "must be one that 'warren policy list' shows", name)
+        topology.clear_policy(name)
+    typer.echo(f"policy {printable(name)} is gone; its shards stay")
+
+
+@shards.command()
+def ensure(
+    logical: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    url: Urls = LOCAL_BROKER,
+    management: ManagementUrls = [],  # noqa: B006
+) -> None:
+    """Make the shards of these logical queues, or of all, be what the policies say."""
+    with connected(url, management) as topology:
+        for name in logical or sorted(topology.state.maps):
+            report(topology.ensure(name))
+
+
+@shards.command()
+def watch(
+    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 5.0,
+    url: Urls = LOCAL_BROKER,
+    management: ManagementUrls = [],  # noqa: B006
+) -> None:
+    """Follow nodes that join, leave, fall and return, until interrupted."""
+    with connected(url, management) as topology:
+        known = dict(topology.state.maps)
+        typer.echo(f"watching {', '.join(sorted(known)) or 'for logical queues'}")
+        while True:
+            try:
+                for ensured in topology.ensure_all():
+                    name = ensured.shard_map.logical
+                    if known.get(name) != ensured.shard_map:
+                        report(ensured, known.get(name))
+                        known[name] = ensured.shard_map
+            except WarrenError as error:
+                typer.echo(f"warren: {printable(str(error))}; trying again", err=True)
+            time.sleep(interval)
+
+
+@app.command()
+def topology(
+    logical: Logical,
+    as_json: AsJson = False,
+    url: Urls = LOCAL_BROKER,
+    management: ManagementUrls = [],  # noqa: B006
+) -> None:
+    """Show the shards of a logical queue: where they live, what is in them, who reads them."""
+    with connected(url, management) as plane:
+        shard_map = plane.shard_map(logical)
+        if shard_map is None:
+            raise InvalidInput("logical queue", "must be one that is sharded", logical)
+        seen = plane.look_at(shard.name for shard in shard_map.shards)
+        slots = [shard_map.table.owners.count(index) for index in range(len(shard_map.shards))]
+    rows: list[dict[str, Any]] = []
+    for shard, share in zip(shard_map.shards, slots, strict=True):
+        counts = seen[shard.name]
+        rows.append(
+            {
+                "shard": shard.name,
+                "node": shard.node,
+                "state": "up" if counts else "away",
+                "messages": counts.messages if counts else None,
+                "consumers": counts.consumers if counts else None,
+                "slots": share,
+            }
+        )
+    if as_json:
+        body = {"logical": logical, "epoch": shard_map.epoch, "shards": rows}
+        typer.echo(json.dumps(body, indent=1))
+        return
+    typer.echo(f"{printable(logical)}: epoch {shard_map.epoch}, exchange {shard_map.exchange}")
+    print_table(("shard", "node", "state", "messages", "consumers", "slots"), rows)
+
+
+@app.command()
+def adopt(
+    logical: Logical,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="First wait until the plugin's shards are empty.")
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Take them over although they hold messages.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="How long --drain may wait, in seconds.")] = 3600,
+    url: Urls = LOCAL_BROKER,
+    management: ManagementUrls = [],  # noqa: B006
+) -> None:
+    """Take over the queues that the sharding plugin made, with their names and messages."""
+    if not management:
+        raise InvalidInput("--management", "must be given: the plugin's queues are found there", "")
+    with connected(url, management) as plane:
+        found = plane.find_shards(logical)
+        typer.echo(_what_changes(found))
+        if found.messages and drain:
+            found = _drained(plane, logical, timeout)
+        elif found.messages and not yes:
+            raise InvalidInput(
+                "messages",
+                "must be drained (--drain) or accepted where they are (--yes)",
+                found.messages,
+            )
+        report(plane.adopt(found))
+        typer.echo(
+            "The plugin's exchange is untouched. When no client publishes to it any more, delete "
+            f"it and its policy and run: warren shards ensure {printable(logical)}"
+        )
+
+
+def _what_changes(found: FoundShards) -> str:
+    return (
+        f"{len(found.shards)} shards of {printable(found.logical)}, {found.messages} messages.\n"
+        "Names and messages stay. Keys change: the plugin takes phash2 of the routing key modulo "
+        "the number of queues, Warren murmur3 over slots, so a key's new messages go to another "
+        "shard than those already queued. Where order per key matters, stop publishing and drain "
+        "first."
+    )
+
+
+def _drained(plane: Topology, logical: str, timeout: float) -> FoundShards:
+    deadline = time.monotonic() + timeout
+    while (found := plane.find_shards(logical)).messages:
+        if time.monotonic() > deadline:
+            raise InvalidInput("messages", f"must be gone within {timeout:g} s", found.messages)
+        typer.echo(f"waiting for {found.messages} messages to be consumed", err=True)
+        time.sleep(1)
+    return found
+
+
+def report(ensured: Ensured, before: Any = None) -> None:
+    """Say what is in force now, and what the operator should know."""
+    shard_map = ensured.shard_map
+    nodes = len({shard.node for shard in shard_map.shards})
+    typer.echo(
+        f"{printable(shard_map.logical)}: {len(shard_map.shards)} shards on {nodes} nodes, "
+        f"epoch {shard_map.epoch}"
+    )
+    for line in [*(difference(before, shard_map) if before else []), *ensured.notes]:
+        typer.echo(f"  {printable(line)}")
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise InvalidInput("--argument", "must look like name=value", text)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

@@ -1,0 +1,182 @@
+"""All clients agree on one history and one map, whatever node they talk to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from sharding import Policy, StaleMap, Unreachable
+from sharding.log_follower import LOG_QUEUE
+from sharding.topology import Topology, TopologyOptions
+from tests.cluster import Cluster, Node, wait_until
+from tests.machine import PROJECT
+from tests.sharded import fresh_queue, raw_channel, topology_of
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def own(any_version: str) -> Iterator[Cluster]:
+    with Cluster.start(version=any_version) as running:
+        yield running
+
+
+def log_records(node: Node) -> list[dict[str, object]]:
+    """Every record of the log, read by plain AMQP."""
+    records: list[dict[str, object]] = []
+    with raw_channel(node) as channel:
+        channel.basic_qos(prefetch_count=1000)
+        feed = channel.consume(
+            LOG_QUEUE, arguments={"x-stream-offset": "first"}, inactivity_timeout=1
+        )
+        for method, _, body in feed:
+            if method is None:
+                break
+            channel.basic_ack(method.delivery_tag or 0)
+            records.append(json.loads(body or b"{}"))
+        channel.cancel()
+    return records
+
+
+WRITER = """
+import sys
+from sharding import Policy
+from sharding.topology import Topology
+number, url = int(sys.argv[1]), sys.argv[2]
+with Topology(url) as topology:
+    sys.stdin.readline()
+    for step in range(5):
+        topology.set_policy(Policy(f"writer-{number}", "^never$", shards_per_node=step + 1))
+    topology.refresh()
+    print(topology.state.epoch)
+"""
+
+
+def test_eight_processes_racing_end_with_one_history(own: Cluster) -> None:
+    with topology_of(own) as before:
+        first_epoch = before.state.epoch
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(number), own.nodes[number % 3].endpoint.amqp_url],
+            cwd=PROJECT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(8)
+    ]
+    for writer in writers:  # all are connected, or about to be, and wait for the same signal
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    for writer in writers:
+        writer.communicate(timeout=120)
+        assert writer.returncode == 0
+
+    readers = [topology_of([node]) for node in own]
+    try:
+        for reader in readers:
+            reader.refresh()
+        states = [reader.state for reader in readers]
+    finally:
+        for reader in readers:
+            reader.close()
+    # Eight writers, five changes each, none lost and none twice.
+    assert {state.epoch for state in states} == {first_epoch + 40}
+    assert all(state == states[0] for state in states)
+    assert {states[0].policies[f"writer-{n}"].shards_per_node for n in range(8)} == {5}
+
+    winners: list[object] = []
+    epoch = 0
+    for record in log_records(own.nodes[0]):
+        if record.get("base") == epoch:
+            epoch += 1
+            winners.append(record["base"])
+    assert winners == list(range(first_epoch + 40))
+
+
+def test_change_is_pushed_to_open_readers(own: Cluster) -> None:
+    slow_poll = TopologyOptions(poll_interval=3600)
+    with (
+        topology_of(own.nodes[:1]) as writer,
+        topology_of(own.nodes[2:], options=slow_poll) as reader,
+    ):
+        reader.wait_until_ready(10)
+        writer.set_policy(Policy("pushed", "^pushed$", 3))
+        wait_until(lambda: "pushed" in reader.state.policies, 5)
+        assert reader.state == writer.state
+
+
+def test_reader_goes_to_another_node_when_its_own_dies(own: Cluster) -> None:
+    with topology_of(own) as topology:
+        epoch = topology.set_policy(Policy("before", "^never$", 1)).epoch
+        for victim in own.nodes[:2]:
+            victim.kill()
+            topology.set_policy(Policy(f"without-{victim.name}", "^never$", 1))
+            victim.restart()
+        assert topology.state.epoch == epoch + 2
+
+
+def test_reader_whose_node_has_no_replica_of_the_log_finds_one(own: Cluster) -> None:
+    with topology_of(own) as topology:
+        state = topology.set_policy(Policy("known", "^never$", 1))
+    fourth = own.add_node()
+    try:
+        with topology_of([fourth]) as late:
+            assert late.state == state
+    finally:
+        own.remove_node(fourth)
+
+
+def test_map_is_not_used_longer_than_its_bound(own: Cluster) -> None:
+    strict = TopologyOptions(poll_interval=0.5, max_staleness=2.0, connect_timeout=1.0)
+    node = own.nodes[0]
+    with topology_of([node], options=strict, management=False) as topology:
+        topology.wait_until_ready(20)
+        node.freeze()
+        try:
+            began = time.monotonic()
+            wait_until(lambda: not _answers(topology), 8)
+            # Fresh until the bound, refused soon after it.
+            assert time.monotonic() - began > 1.0
+            with pytest.raises(StaleMap, match="max_staleness"):
+                _ = topology.state
+        finally:
+            node.thaw()
+        wait_until(lambda: _answers(topology), 60)
+    own.wait_until_whole()
+
+
+def _answers(topology: Topology) -> bool:
+    try:
+        return topology.state.epoch >= 0
+    except StaleMap:
+        return False
+
+
+def test_no_broker_is_an_error_in_bounded_time_without_the_password() -> None:
+    options = TopologyOptions(start_timeout=2, connect_timeout=0.5)
+    began = time.monotonic()
+    with (
+        Topology("amqp://user:c4nary@127.0.0.1:1/", options=options) as topology,
+        pytest.raises(Unreachable) as caught,
+    ):
+        topology.shard_map(fresh_queue())
+    assert time.monotonic() - began < 10
+    assert "127.0.0.1:1" in str(caught.value)
+    assert "c4nary" not in f"{caught.value!r} {topology!r}"
+
+
+def test_log_made_anew_is_read_from_its_first_record(own: Cluster) -> None:
+    quick = TopologyOptions(poll_interval=0.5)
+    with topology_of(own, options=quick) as topology:
+        topology.set_policy(Policy("forgotten", "^never$", 1))
+        with raw_channel(own.nodes[0]) as channel:
+            channel.queue_delete(LOG_QUEUE)
+        wait_until(lambda: topology.state.epoch == 0, 30)
+        assert topology.set_policy(Policy("new", "^never$", 1)).epoch == 1
