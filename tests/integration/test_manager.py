@@ -1,0 +1,211 @@
+"""Shards exist where they should, as the management API sees it and not as we say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from interceptors import ShardedChannel
+from sharding import Policy, ShardMap, ShardName, Topology
+from sharding.manager import LOCATOR_POLICY
+from tests.cluster import Cluster, Node, wait_until
+from tests.machine import PROJECT
+from tests.sharded import (
+    connection_to,
+    drain,
+    fresh_queue,
+    raw_channel,
+    shards_in_broker,
+    topology_of,
+)
+
+pytestmark = pytest.mark.cluster
+
+
+def names(logical: str, nodes: list[Node], per_node: int) -> dict[str, str]:
+    return {
+        str(ShardName(logical, node.name, index)): node.name
+        for node in nodes
+        for index in range(per_node)
+    }
+
+
+def set_up(topology: Topology, logical: str, per_node: int) -> None:
+    topology.set_policy(Policy.exactly(logical, per_node, name=logical))
+    topology.ensure(logical)
+
+
+def test_every_node_has_its_shards_bound_by_name(cluster: Cluster) -> None:
+    logical = fresh_queue()
+    with topology_of(cluster) as topology:
+        set_up(topology, logical, 2)
+        shard_map = topology.shard_map(logical)
+    assert shard_map is not None
+    assert shards_in_broker(cluster, logical) == names(logical, cluster.nodes, 2)
+    assert {shard.name: shard.node for shard in shard_map.shards} == names(
+        logical, cluster.nodes, 2
+    )
+    with raw_channel(cluster.nodes[0]) as channel:
+        channel.confirm_delivery()
+        for shard in shard_map.shards:
+            channel.basic_publish(logical, shard.name, b"bound", mandatory=True)
+
+
+def test_raising_adds_shards_and_lowering_keeps_them(cluster: Cluster) -> None:
+    logical = fresh_queue()
+    with topology_of(cluster) as topology:
+        set_up(topology, logical, 2)
+        set_up(topology, logical, 5)
+        assert shards_in_broker(cluster, logical) == names(logical, cluster.nodes, 5)
+        surplus = str(ShardName(logical, cluster.nodes[1].name, 4))
+        with raw_channel(cluster.nodes[0]) as channel:
+            channel.basic_publish("", surplus, b"kept")
+        set_up(topology, logical, 3)
+        shard_map = topology.shard_map(logical)
+        assert shard_map is not None
+        # As the plugin does it: nothing is deleted, and the surplus is still routed to and read.
+        assert len(shard_map.shards) == 15
+    assert shards_in_broker(cluster, logical) == names(logical, cluster.nodes, 5)
+    assert drain(cluster.nodes[0], [surplus]) == [(surplus, surplus, b"kept")]
+
+
+def test_queue_arguments_reach_the_shards(cluster: Cluster) -> None:
+    logical = fresh_queue()
+    arguments: dict[str, str | int] = {"x-max-length": 7, "x-overflow": "reject-publish"}
+    with topology_of(cluster) as topology:
+        topology.set_policy(Policy("limited", f"^{logical}$", 1, queue_arguments=arguments))
+        topology.ensure(logical)
+    for shard in shards_in_broker(cluster, logical):
+        queue = cluster.nodes[0].management.get("queues", "/", shard)
+        assert {key: queue["arguments"][key] for key in arguments} == arguments
+
+
+@pytest.fixture
+def hostile(cluster: Cluster) -> Iterator[None]:
+    """A policy of the broker that puts every shard on another node than asked."""
+    api = cluster.nodes[0].management
+    old = cluster.version.startswith("3.10")
+    definition = {"queue-master-locator" if old else "queue-leader-locator": "balanced"}
+    if old:
+        definition = {"queue-master-locator": "min-masters"}
+    body = {"pattern": "^sharding", "definition": definition, "priority": 5, "apply-to": "queues"}
+    api.call("PUT", "policies", "/", "hostile", body=body)
+    yield
+    api.call("DELETE", "policies", "/", "hostile")
+    for policy in api.get("policies", "/"):
+        if policy["name"] == LOCATOR_POLICY:
+            api.call("DELETE", "policies", "/", LOCATOR_POLICY)
+
+
+@pytest.mark.usefixtures("hostile")
+def test_shards_stay_home_under_a_hostile_locator_policy(cluster: Cluster) -> None:
+    logical = fresh_queue()
+    with topology_of(cluster) as topology:
+        topology.set_policy(Policy.exactly(logical, 4, name=logical))
+        ensured = topology.ensure(logical)
+    assert shards_in_broker(cluster, logical) == names(logical, cluster.nodes, 4)
+    assert any(LOCATOR_POLICY in note for note in ensured.notes)
+
+
+@pytest.mark.usefixtures("hostile")
+def test_map_tells_the_truth_where_shards_can_not_be_held(cluster: Cluster) -> None:
+    api = cluster.nodes[0].management
+    api.call("PUT", "users", "limited", body={"password": "limited", "tags": "monitoring"})
+    rights = {"configure": ".*", "write": ".*", "read": ".*"}
+    api.call("PUT", "permissions", "/", "limited", body=rights)
+    logical = fresh_queue()
+    url = cluster.nodes[0].endpoint.amqp_url.replace("guest:guest", "limited:limited")
+    with Topology(url, management_urls=[api.url]) as topology:
+        topology.set_policy(Policy.exactly(logical, 4, name=logical))
+        ensured = topology.ensure(logical)
+    api.call("DELETE", "users", "limited")
+    placed = shards_in_broker(cluster, logical)
+    assert {shard.name: shard.node for shard in ensured.shard_map.shards} == placed
+    assert placed != names(logical, cluster.nodes, 4), "the hostile policy moved nothing"
+    assert any("policymaker" in note for note in ensured.notes)
+    assert not any("limited:" in note for note in ensured.notes)
+
+
+def test_fourth_node_has_its_shards_within_a_minute_while_publishing_goes_on(
+    any_version: str,
+) -> None:
+    logical = fresh_queue()
+    with Cluster.start(version=any_version) as own, topology_of(own) as topology:
+        set_up(topology, logical, 2)
+        before = topology.shard_map(logical)
+        assert before is not None
+        published: Counter[str] = Counter()
+        stop = threading.Event()
+
+        def publish() -> None:
+            with connection_to(own.nodes[0]) as connection:
+                channel = ShardedChannel(connection.channel(), topology)
+                channel.confirm_delivery()
+                number = 0
+                while not stop.is_set():
+                    key = f"user-{number % 500}"
+                    channel.basic_publish(logical, key, b"%d" % number)
+                    published[key] += 1
+                    number += 1
+
+        publisher = threading.Thread(target=publish)
+        watcher = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "sharding.cli", "shards", "watch", "--interval", "1"),
+                *("--url", own.nodes[0].endpoint.amqp_url),
+                *("--management", own.nodes[0].management.url),
+            ],
+            cwd=PROJECT,
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            publisher.start()
+            fourth = own.add_node()
+            joined = time.monotonic()
+            wait_until(lambda: len(shards_in_broker(own, logical)) == 8, 60)
+            wait_until(lambda: len(_map(topology, logical).shards) == 8, 60)
+            assert time.monotonic() - joined < 60
+            seen = sum(published.values())
+            wait_until(lambda: sum(published.values()) > seen + 500, 30)
+        finally:
+            stop.set()
+            publisher.join()
+            watcher.terminate()
+            watcher.wait()
+        after = _map(topology, logical)
+        assert shards_in_broker(own, logical) == names(logical, own.nodes, 2)
+        taken = drain(own.nodes[0], shards_in_broker(own, logical))
+        assert Counter(key for _, key, _ in taken) == published  # nothing lost, nothing twice
+        for queue, key, _ in taken:
+            assert queue in {before.shard_of(key).name, after.shard_of(key).name}
+        moved = {key for key in published if before.shard_of(key) != after.shard_of(key)}
+        assert moved
+        assert all(after.shard_of(key).node == fourth.name for key in moved)
+
+
+def _map(topology: Topology, logical: str) -> ShardMap:
+    shard_map = topology.shard_map(logical)
+    assert shard_map is not None
+    return shard_map
+
+
+def test_node_that_leaves_takes_only_its_own_shards(any_version: str) -> None:
+    logical = fresh_queue()
+    with Cluster.start(version=any_version) as own, topology_of(own) as topology:
+        set_up(topology, logical, 2)
+        leaver = own.nodes[2]
+        leaver.stop()
+        # Merely down: it keeps its place.
+        wait_until(lambda: leaver.name in topology._plane.down_nodes, 30)
+        assert len(topology.ensure(logical).shard_map.shards) == 6
+        leaver.restart()
+        own.remove_node(leaver)
+        left = topology.ensure(logical).shard_map
+        assert {shard.node for shard in left.shards} == {node.name for node in own}
+        assert shards_in_broker(own, logical) == names(logical, own.nodes, 2)
