@@ -185,9 +185,10 @@ class ShardedChannel:
         return shard
 
     def _claim(self, queue: str, shards: list[str]) -> str:
-        if not shards:
+        counts = self._topology.consumer_counts(shards) if shards else {}
+        if not counts:
             self._refuse(plan.no_shard(queue))
-        shard = self._topology.claims.choose(self._topology.consumer_counts(shards))
+        shard = self._topology.claims.choose(counts)
         if shard is None:
             raise ShardUnavailable(
                 f"no shard of {queue!r} on {self._node} answered; try again when it is back"
@@ -247,6 +248,10 @@ class ShardedChannel:
                 internal,
                 _mutable(arguments),
             )
+        known = self._topology.shard_map(exchange)
+        if known is not None:
+            # The broker objects to a declaration that does not fit, before anything is changed.
+            declared = self._inner.exchange_declare(known.exchange, "direct", passive, durable)
         if not passive:
             policy = plan.policy_of_arguments(exchange, arguments, durable)
             if policy is not None:
@@ -254,6 +259,8 @@ class ShardedChannel:
             elif self._topology.policy_for(exchange) is None:
                 raise plan.need_policy(exchange)
             self._topology.ensure(exchange)
+        if known is not None:
+            return declared
         shard_map = self._topology.shard_map(exchange)
         target = exchange if shard_map is None else shard_map.exchange
         return self._channel.exchange_declare(target, "direct", passive, durable)
@@ -309,7 +316,7 @@ class ShardedChannel:
         try:
             sent = plan.addressed(properties, shard)
             self._publish(shard_map.exchange, routing_key, body, sent, True)
-        except NackError:
+        except (NackError, OutcomeUnknown):
             self._topology.suspect(shard)
             raise
         except UnroutableError:
@@ -409,12 +416,13 @@ class ShardedChannel:
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         """pika's own waiting, with a deadline."""
         expired: list[bool] = []
-        connection = self._channel.connection
-        timer = connection.call_later(self._confirm_timeout, lambda: expired.append(True))
+        # The connection's own call_later fires only while the application pumps events.
+        loop = self._inner.connection._impl
+        timer = loop._adapter_call_later(self._confirm_timeout, lambda: expired.append(True))
         try:
             self._inner._flush_output(condition, lambda: bool(expired))
         finally:
-            connection.remove_timeout(timer)
+            loop._adapter_remove_timeout(timer)
         if expired and not condition():
             raise OutcomeUnknown(
                 f"the broker did not answer within {self._confirm_timeout:g} s (confirm_timeout)"

@@ -170,12 +170,12 @@ def topology(
         slots = [shard_map.table.owners.count(index) for index in range(len(shard_map.shards))]
     rows: list[dict[str, Any]] = []
     for shard, share in zip(shard_map.shards, slots, strict=True):
-        counts = seen[shard.name]
+        counts = seen.get(shard.name)
         rows.append(
             {
                 "shard": shard.name,
                 "node": shard.node,
-                "state": "up" if counts else "away",
+                "state": "up" if counts else "away" if shard.name in seen else "missing",
                 "messages": counts.messages if counts else None,
                 "consumers": counts.consumers if counts else None,
                 "slots": share,

@@ -256,8 +256,10 @@ class ControlPlane:
     async def look_at(self, queues: Iterable[str]) -> dict[str, Declared | None]:
         """Messages and consumers of each queue now; None where no answer came in time.
 
-        Each is asked on a channel of its own: one that does not answer holds up no other.
+        A queue that does not exist is left out. Each is asked on a channel of its own: one that
+        does not answer holds up no other.
         """
+        missing: set[str] = set()
 
         async def look(queue: str) -> Declared | None:
             try:
@@ -267,28 +269,43 @@ class ControlPlane:
                         return await channel.declare(queue, passive=True)
                     finally:
                         channel.close()
+            except Refused as error:
+                # A queue whose node is down is "not found" as well, but "due to timeout".
+                if error.code == 404 and "timeout" not in error.text:
+                    missing.add(queue)
+                return None
             except (RemoteError, TimeoutError):
                 return None
 
         names = list(queues)
-        return dict(zip(names, await asyncio.gather(*map(look, names)), strict=True))
+        seen = await asyncio.gather(*map(look, names))
+        return {name: found for name, found in zip(names, seen, strict=True) if name not in missing}
 
     async def consumer_counts(self, shards: Iterable[str]) -> dict[str, int | None]:
         found = await self.look_at(shards)
         return {name: seen.consumers if seen else None for name, seen in found.items()}
 
-    def suspect(self, shard: Shard, node: Node) -> None:
+    def suspect(self, shard: Shard, shard_map: ShardMap) -> None:
         """Check a shard until it is there; meanwhile it counts as away."""
         if shard.name not in self.away:
-            self.away[shard.name] = asyncio.create_task(self._probe(shard, node))
+            self.away[shard.name] = asyncio.create_task(self._probe(shard, shard_map))
 
-    async def _probe(self, shard: Shard, node: Node) -> None:
+    async def _probe(self, shard: Shard, shard_map: ShardMap) -> None:
+        node = node_of_shard(shard_map, shard)
+        known = False
         try:
             while (why := await self._why_away(shard, node)) is not None:
-                logger.warning("shard %r is away: %s", shard.name, why)
+                if not known:
+                    known = True
+                    logger.warning("shard %r is away: %s", shard.name, why)
+                    # What keeps one shard of a node from answering mostly keeps all of them.
+                    for sibling in shard_map.shards_on(node.name):
+                        self.suspect(sibling, shard_map)
                 await asyncio.sleep(self.options.probe_interval)
         finally:
             self.away.pop(shard.name, None)
+        if known:
+            logger.info("shard %r is back", shard.name)
 
     async def _why_away(self, shard: Shard, node: Node) -> str | None:
         """Ask the shard's own node: others would hold the question for 64 s if it is down."""

@@ -72,15 +72,26 @@ class Manager:
         members = await self._plane.members()
         existing = [*(current.shards if current else ()), *found]
         shards = wanted_shards(logical, policy, members, existing)
-        exchange = await self._declare_exchange(logical, policy)
+        exchange = await self._declare_exchange(logical, policy, current)
         placed, tokens = await self._place(shards, members, policy, exchange)
         if not placed:
             raise Unreachable(f"no node can be reached to make shards of {logical!r} on")
         return next_map(logical, policy, members, placed, tokens, current, exchange)
 
-    async def _declare_exchange(self, logical: str, policy: Policy) -> str:
-        """The direct exchange of the shards: the logical name's own unless that is taken."""
+    async def _declare_exchange(
+        self, logical: str, policy: Policy, current: ShardMap | None
+    ) -> str:
+        """The direct exchange of the shards: the logical name's own unless that is taken.
+
+        One that is in use already stays in use, whatever the policy says of durability now.
+        """
         session = await self._plane.connected()
+        if current is not None and current.exchange == logical:
+            channel = await session.channel()
+            with suppress(Refused):
+                await channel.declare_exchange(logical, passive=True)
+                channel.close()
+                return logical
         for name in (logical, f"warren: {logical}"):
             channel = await session.channel()
             try:

@@ -20,7 +20,7 @@ import pika
 from sharding.adopt import FoundShards, find_shards
 from sharding.amqp import Declared
 from sharding.consumers import Claims
-from sharding.control_plane import ControlPlane, node_of_shard
+from sharding.control_plane import ControlPlane
 from sharding.control_plane import TopologyOptions as TopologyOptions
 from sharding.errors import InvalidInput, OutcomeUnknown, StaleMap, Unreachable, WarrenError
 from sharding.management import Management
@@ -30,7 +30,7 @@ from sharding.map_log import State
 from sharding.members import ClusterView
 from sharding.naming import check_logical_name
 from sharding.policy import Policy, policy_for
-from sharding.shard_map import Node, Shard, ShardMap
+from sharding.shard_map import Node, ShardMap
 
 logger = logging.getLogger("warren.topology")
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class Topology:
         return []
 
     def consumer_counts(self, shards: Iterable[str]) -> dict[str, int | None]:
-        """Consumers of each shard, counted now; None where the shard did not answer in time."""
+        """Consumers of each shard now; None where it did not answer, left out where it is gone."""
         return self._call(
             self._plane.consumer_counts(list(shards)), self.options.answer_timeout + 1
         )
@@ -189,11 +189,7 @@ class Topology:
         for shard_map in self.state.maps.values():
             for each in shard_map.shards:
                 if each.name == shard:
-                    self._suspect(shard_map, each)
-
-    def _suspect(self, shard_map: ShardMap, shard: Shard) -> None:
-        node = node_of_shard(shard_map, shard)
-        self._loop.call_soon_threadsafe(self._plane.suspect, shard, node)
+                    self._loop.call_soon_threadsafe(self._plane.suspect, each, shard_map)
 
     # Changing
 

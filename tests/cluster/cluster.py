@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sharding.management import Management, NoAnswer
 from tests.cluster import docker, folders, foreign, native, processes, sources
 from tests.cluster.haproxy import Balancer
-from sharding.management import Management, NoAnswer
 from tests.cluster.nodes import Driver, Endpoint, NotOurs, serves
 from tests.cluster.waiting import wait_until
 

@@ -6,8 +6,8 @@ import time
 
 from rich.table import Table
 
-from tests.cluster.cluster import Cluster, Node
 from sharding.management import NoAnswer
+from tests.cluster.cluster import Cluster, Node
 
 _FIRST_FIGURES = 15.0
 

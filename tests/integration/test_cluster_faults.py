@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pika
 import pytest
 
+from sharding.management import NoAnswer
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.cluster import members_seen
-from sharding.management import NoAnswer
 from tests.cluster.nodes import answers_tcp, serves
 
 pytestmark = pytest.mark.cluster

@@ -1,0 +1,201 @@
+"""The blocking channel while nodes are killed, frozen and brought back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pika
+import pika.exceptions
+import pytest
+
+from interceptors import ShardedChannel
+from sharding import OnUnavailable, OutcomeUnknown, Policy, ShardMap, ShardUnavailable, Topology
+from tests.cluster import Cluster, Node, wait_until
+from tests.machine import PROJECT
+from tests.sharded import connection_to, drain, fresh_queue, shards_in_broker, topology_of
+
+pytestmark = pytest.mark.cluster
+
+SECONDS = float(os.environ.get("WARREN_FAULT_SECONDS", "15"))
+CONFIRM_TIMEOUT = 5.0
+PERSISTENT = pika.BasicProperties(delivery_mode=2)
+
+
+@pytest.fixture(scope="module")
+def own(any_version: str) -> Iterator[Cluster]:
+    with Cluster.start(version=any_version) as running:
+        yield running
+
+
+def set_up(topology: Topology, policy: Policy) -> ShardMap:
+    topology.set_policy(policy)
+    return topology.ensure(policy.name).shard_map
+
+
+ROUTER = """
+import sys
+from sharding import Topology
+with Topology(sys.argv[1]) as topology:
+    images = topology.shard_map(sys.argv[2])
+    for number in range(10_000):
+        print(images.shard_of(f"key-{number}").name)
+"""
+
+
+def routes_of_another_process(node: Node, logical: str) -> list[str]:
+    command = [sys.executable, "-c", ROUTER, node.endpoint.amqp_url, logical]
+    done = subprocess.run(command, cwd=PROJECT, check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()
+
+
+def test_keys_of_other_shards_do_not_move_when_a_node_dies(own: Cluster) -> None:
+    logical = fresh_queue()
+    with topology_of(own) as topology:
+        shard_map = set_up(topology, Policy.exactly(logical, 2, name=logical))
+        before = routes_of_another_process(own.nodes[0], logical)
+        assert before == [shard_map.shard_of(f"key-{n}").name for n in range(10_000)]
+        victim = own.nodes[2]
+        victim.kill()
+        assert routes_of_another_process(own.nodes[1], logical) == before
+        # Its own keys fail in bounded time, first by the broker's nack, then before they are sent.
+        with connection_to(own.nodes[0]) as connection:
+            channel = ShardedChannel(
+                connection.channel(), topology, confirm_timeout=CONFIRM_TIMEOUT
+            )
+            channel.confirm_delivery()
+            lost = next(k for k in map(str, range(99)) if shard_map.shard_of(k).node == victim.name)
+            kept = next(k for k in map(str, range(99)) if shard_map.shard_of(k).node != victim.name)
+            wait_until(lambda: _refused(channel, logical, lost), 30)
+            with pytest.raises(ShardUnavailable, match=victim.name):
+                channel.basic_publish(logical, lost, b"x")
+            channel.basic_publish(logical, kept, b"x")
+            victim.restart()
+            wait_until(lambda: not topology.unavailable(shard_map.shard_of(lost).name), 30)
+            channel.basic_publish(logical, lost, b"home")
+    assert routes_of_another_process(own.nodes[2], logical) == before
+
+
+def _refused(channel: ShardedChannel, logical: str, key: str) -> bool:
+    try:
+        channel.basic_publish(logical, key, b"x")
+    except ShardUnavailable:
+        return True
+    except pika.exceptions.NackError:
+        pass
+    return False
+
+
+def test_keys_move_for_everybody_where_the_policy_says_so_and_come_home(own: Cluster) -> None:
+    logical = fresh_queue()
+    policy = Policy(logical, f"^{logical}$", 2, on_unavailable=OnUnavailable.MOVE)
+    with topology_of(own) as topology:
+        home = set_up(topology, policy)
+        before = routes_of_another_process(own.nodes[0], logical)
+        victim = own.nodes[1]
+        victim.kill()
+        wait_until(lambda: victim.name in topology._plane.down_nodes, 60)
+        away = topology.ensure(logical).shard_map
+        during = routes_of_another_process(own.nodes[0], logical)
+        moved = [(old, new) for old, new in zip(before, during, strict=True) if old != new]
+        lost = {shard.name for shard in home.shards_on(victim.name)}
+        assert {old for old, _ in moved} == lost
+        assert not {new for _, new in moved} & lost
+        with connection_to(own.nodes[0]) as connection:
+            channel = ShardedChannel(connection.channel(), topology)
+            channel.confirm_delivery()
+            for number in range(100):
+                channel.basic_publish(logical, f"key-{number}", b"x")
+        victim.restart()
+        wait_until(lambda: victim.name not in topology._plane.down_nodes, 60)
+        assert topology.ensure(logical).shard_map.epoch > away.epoch
+        assert routes_of_another_process(own.nodes[2], logical) == before
+
+
+def test_herd_of_sixteen_clients_ends_evenly(own: Cluster) -> None:
+    logical = fresh_queue()
+    node = own.nodes[0]
+    with topology_of(own) as topology:
+        shard_map = set_up(topology, Policy.exactly(logical, 4, name=logical))
+        shards = [shard.name for shard in shard_map.shards_on(node.name)]
+        stop = threading.Event()
+        together = threading.Barrier(16)
+        topologies = [topology_of(own) for _ in range(4)]
+
+        def client(number: int) -> None:
+            with connection_to(node) as connection:
+                channel = ShardedChannel(connection.channel(), topologies[number % 4])
+                together.wait()
+                channel.basic_consume(logical, lambda *_: None)
+                while not stop.is_set():
+                    connection.process_data_events(0.1)
+
+        clients = [threading.Thread(target=client, args=(number,)) for number in range(16)]
+        try:
+            for each in clients:
+                each.start()
+            even = dict.fromkeys(shards, 4)
+            wait_until(lambda: topology.consumer_counts(shards) == even, 30)
+        finally:
+            stop.set()
+            for each in clients:
+                each.join()
+            for each_topology in topologies:
+                each_topology.close()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("harm", ["kill", "freeze"])
+def test_what_is_reported_stored_is_stored_whatever_happens_to_a_node(
+    own: Cluster, harm: str
+) -> None:
+    """Publish through a node that lives on while another, with a third of the shards, does not."""
+    logical = fresh_queue()
+    victim = own.nodes[2]
+    stored, refused, unknown = set[bytes](), set[bytes](), set[bytes]()
+    longest = 0.0
+    with topology_of(own) as topology, connection_to(own.nodes[0]) as connection:
+        set_up(topology, Policy.exactly(logical, 2, name=logical))
+        channel = ShardedChannel(connection.channel(), topology, confirm_timeout=CONFIRM_TIMEOUT)
+        channel.confirm_delivery()
+        began = time.monotonic()
+        harmer = threading.Timer(SECONDS / 4, getattr(victim, harm))
+        harmer.start()
+        number = 0
+        while time.monotonic() - began < SECONDS:
+            number += 1
+            body = b"%d" % number
+            sent = time.monotonic()
+            try:
+                channel.basic_publish(logical, f"key-{number}", body, PERSISTENT)
+                stored.add(body)
+            except ShardUnavailable:
+                refused.add(body)
+            except (OutcomeUnknown, pika.exceptions.NackError):
+                unknown.add(body)
+            longest = max(longest, time.monotonic() - sent)
+        harmer.join()
+        closing = time.monotonic()
+        connection.close()
+        closed_in = time.monotonic() - closing
+        if harm == "kill":
+            victim.restart()
+        else:
+            victim.thaw()
+            own.wait_until_whole()
+        found = {body for _, _, body in drain(own.nodes[0], shards_in_broker(own, logical))}
+    print(
+        f"\n{harm}: {len(stored)} stored, {len(refused)} refused, {len(unknown)} unknown "
+        f"({len(unknown & found)} of them stored), longest wait {longest:.1f} s, "
+        f"close() {closed_in:.1f} s"
+    )
+    assert stored
+    assert refused, "the shard never counted as away"
+    assert stored <= found
+    assert not refused & found
+    assert longest < CONFIRM_TIMEOUT + 3
+    assert closed_in < 5
