@@ -1,6 +1,18 @@
 """Drop-in wrappers for pika and aio-pika channels that behave as the sharding plugin does."""
 
+from interceptors.outcomes import Outcome, Report, Result
 from interceptors.pika_blocking import ShardedChannel
 from interceptors.plan import Placement
+from interceptors.publisher import NotAllStored, PublisherClosed, ShardedPublisher, WindowFull
 
-__all__ = ["Placement", "ShardedChannel"]
+__all__ = [
+    "NotAllStored",
+    "Outcome",
+    "Placement",
+    "PublisherClosed",
+    "Report",
+    "Result",
+    "ShardedChannel",
+    "ShardedPublisher",
+    "WindowFull",
+]

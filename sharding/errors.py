@@ -51,7 +51,11 @@ class Unreachable(RemoteError):
     """No broker could be connected to, or the connection was lost before anything was sent."""
 
 
-class StaleMap(LocalError):
+class TryLater(LocalError):
+    """Refused for now: nothing was sent, and the same call may be made again."""
+
+
+class StaleMap(TryLater):
     """The shard map could not be checked for longer than the bound, so it is not used."""
 
 
@@ -65,7 +69,7 @@ def is_retryable(error: BaseException) -> bool:
     Bad input stays bad and an unknown outcome may have been a success, so only what is away now
     and may be back later qualifies. This is the one place that decides it.
     """
-    return isinstance(error, ShardUnavailable | StaleMap | Unreachable)
+    return isinstance(error, ShardUnavailable | TryLater | Unreachable)
 
 
 def shown(value: object, limit: int = 80) -> str:

@@ -1,0 +1,347 @@
+"""`ShardedPublisher`: the publisher for volume. Confirmed, windowed, over one thread of its own.
+
+    with ShardedPublisher(routing, "images") as publisher:
+        publisher.publish("user-42", b"...")
+        report = publisher.flush(timeout=30)
+
+* One connection to each node that holds shards, opened when first needed; all of them on one I/O
+  loop in one thread. `publish` puts a message into a shared list and wakes that thread once for a
+  whole batch.
+* The key decides the shard by the map in force at that moment. Within a shard messages are sent in
+  order; what waits for a connection is sent after it is back, in order, until its deadline.
+* Nothing is sent twice. What becomes of a message, also when the map changes, is ruled in
+  `confirms`.
+* A message is sent through the exchange of the logical queue's name, under its own key, with its
+  shard in `BCC`, so that consumers see what was published. `through="default"` goes straight to the
+  shard's queue: cheaper, and consumers see the default exchange and the shard's name.
+* A connection on which a message was not confirmed in time is sent no more. When nothing on it has
+  time left it is dropped and made anew: a node that was frozen may never confirm what it got before
+  (seen), and messages that are not sent can at least be refused instead of unknown. A connection
+  that the broker blocks is left alone; what was sent on it is stored when the alarm ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal
+
+import pika
+
+from interceptors.confirms import Ledger, Message
+from interceptors.courier import Courier, CourierMessage, Encoded, wire
+from interceptors.outcomes import Report, Result, Tally
+from sharding.errors import (
+    InvalidInput,
+    LocalError,
+    OutcomeUnknown,
+    ShardUnavailable,
+    TryLater,
+)
+from sharding.hashing import Key
+from sharding.naming import MAX_NAME_BYTES
+from sharding.routing import Routing
+from sharding.shard_map import ShardKind, ShardMap
+
+log = logging.getLogger("warren.publisher")
+
+CLOSING_SHARE = 0.25
+"""The part of close()'s time, a second at most, that is kept for the connections to end."""
+
+
+class WindowFull(TryLater):
+    """No room came free in time; nothing was sent, and the same call may be made again."""
+
+
+class PublisherClosed(LocalError):
+    """The publisher was closed, or its thread has ended."""
+
+
+class NotAllStored(OutcomeUnknown):
+    """The publisher was closed with messages that are not stored, and nobody had asked for them."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        first = report.not_stored[0] if report.not_stored else None
+        detail = f"; the first: message {first.number}, {first.reason}" if first else ""
+        super().__init__(
+            f"not every message is stored ({report}){detail}. "
+            "Call flush() before the end of the block and look at its report."
+        )
+
+    def __reduce__(self) -> tuple[type[NotAllStored], tuple[Report]]:
+        return type(self), (self.report,)
+
+
+class ShardedPublisher:
+    """Publishes to the shards of one logical queue. Any thread may use it.
+
+    `window` and `window_bytes` bound what is queued and unconfirmed; `publish` waits for room.
+    `confirm_timeout` is each message's time from the moment it is accepted until it is settled.
+    `on_result` is called with every `Result` in the publisher's own thread: it has to be quick.
+    `max_results` bounds how many messages that are not stored are remembered between two reports.
+    `max_message_bytes` is RabbitMQ 4's own limit; a larger body would make the broker end the
+    channel and leave the outcome of everything else on it unknown.
+    """
+
+    def __init__(
+        self,
+        routing: Routing,
+        logical: str,
+        *,
+        window: int = 2_000,
+        window_bytes: int = 64 * 1024 * 1024,
+        confirm_timeout: float = 10.0,
+        through: Literal["exchange", "default"] = "exchange",
+        on_result: Callable[[Result], None] | None = None,
+        max_results: int = 10_000,
+        max_message_bytes: int = 16 * 1024 * 1024,
+    ) -> None:
+        if through not in ("exchange", "default"):
+            raise InvalidInput("through", "must be 'exchange' or 'default'", through)
+        for field, value in (("window", window), ("confirm_timeout", confirm_timeout)):
+            if not value > 0:
+                raise InvalidInput(field, "must be greater than 0", value)
+        self.logical = logical
+        self._routing = routing
+        self._by_exchange = through == "exchange"
+        self._window = window
+        self._window_bytes = window_bytes
+        self._max_body = min(window_bytes, max_message_bytes)
+        self._confirm_timeout = confirm_timeout
+        self._names: tuple[ShardMap | None, frozenset[bytes]] = (None, frozenset())
+        shard_map = self._map_in_force()
+
+        # All of this is shared between threads, under the lock.
+        self._lock = threading.Condition()
+        self._waiters = 0
+        self._used = 0
+        self._used_bytes = 0
+        self._next_number = 0
+        self._inbox: list[CourierMessage] = []
+        self._woken = False
+        self._tally = Tally(max_results)
+        self._settled_through = -1
+        self._closed = False
+        self._ended = False
+
+        self._courier = Courier(
+            self, shard_map, Ledger(shard_map, max_results=max_results, on_result=_guard(on_result))
+        )
+        self._thread = threading.Thread(
+            target=self._courier.run, name=f"warren-publisher-{logical}", daemon=True
+        )
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self._used} of {self._window} unsettled"
+        return f"<ShardedPublisher {self.logical!r}: {state}>"
+
+    def __enter__(self) -> ShardedPublisher:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        report = self.close()
+        if kind is None and not report.all_stored:
+            raise NotAllStored(report)
+
+    def publish(
+        self,
+        key: Key,
+        body: bytes | bytearray | memoryview,
+        properties: pika.BasicProperties | None = None,
+        *,
+        timeout: float = 30.0,
+    ) -> int:
+        """Accept a message and return its number; waits up to `timeout` while the window is full.
+
+        Without properties the message is persistent. Raises, with nothing queued: `InvalidInput`,
+        `ShardUnavailable` if the key's shard is away, `WindowFull`, `PublisherClosed`, and
+        whatever `routing.shard_map` raises.
+        """
+        shard_map = self._map_in_force()
+        shard = shard_map.shard_of(key).name
+        if not isinstance(key, str | bytes):
+            key = bytes(key)
+        self._check_key(key, shard_map)
+        if not isinstance(body, bytes):
+            body = _to_bytes(body)
+        size = len(body)
+        if size > self._max_body:
+            rule = f"must be at most {self._max_body} bytes (max_message_bytes, window_bytes)"
+            raise InvalidInput("body", rule, size)
+        if self._routing.unavailable(shard):
+            raise ShardUnavailable(
+                f"{shard!r} is away, and its keys go nowhere else; try again when it is back"
+            )
+        encoded = None
+        if properties is not None:
+            encoded = Encoded(properties, shard if self._by_exchange else None)
+        with self._lock:
+            if (
+                self._used >= self._window
+                or self._used_bytes + size > self._window_bytes
+                or self._closed
+            ):
+                self._wait_for_room(size, timeout)
+            number = self._next_number
+            self._next_number = number + 1
+            self._used += 1
+            self._used_bytes += size
+            deadline = time.monotonic() + self._confirm_timeout
+            self._inbox.append(Message(number, key, shard, shard_map, body, encoded, deadline))
+            wake = not self._woken
+            self._woken = True
+        if wake:
+            self._courier.wake()
+        return number
+
+    def flush(self, timeout: float = 30.0) -> Report:
+        """Wait until all that was published before is settled, and report since the last report.
+
+        After `timeout` it reports what there is; `pending` counts what a later report will have.
+        """
+        self._check_thread("flush")
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._wait_until_settled(deadline)
+            return self._take_report()
+
+    def close(self, timeout: float = 30.0) -> Report:
+        """Flush, give up what is unsettled when the time is over, and end the connections.
+
+        What was not sent is then REFUSED, what was sent UNKNOWN. Returns the last report.
+        """
+        self._check_thread("close")
+        began = time.monotonic()
+        share = min(1.0, timeout * CLOSING_SHARE)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._lock.notify_all()
+                self._wait_until_settled(began + timeout - share)
+        self._courier.stop(max(0.0, began + timeout - time.monotonic()) * 0.8)
+        self._thread.join(max(0.0, began + timeout - time.monotonic()))
+        with self._lock:
+            return self._take_report()
+
+    # For application threads, with the lock held.
+
+    def _wait_for_room(self, size: int, timeout: float) -> None:
+        if threading.current_thread() is self._thread:
+            timeout = 0.0  # on_result may publish, but never wait for itself
+        deadline = time.monotonic() + timeout
+        self._waiters += 1
+        try:
+            while not self._closed and (
+                self._used >= self._window or self._used_bytes + size > self._window_bytes
+            ):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise WindowFull(
+                        f"no room for another message within {timeout:g} s: {self._used} of "
+                        f"{self._window} messages and {self._used_bytes} of {self._window_bytes} "
+                        "bytes are unconfirmed; publish more slowly or raise window, window_bytes"
+                    )
+                self._lock.wait(left)
+        finally:
+            self._waiters -= 1
+        if self._closed:
+            raise PublisherClosed(f"the publisher of {self.logical!r} is closed")
+
+    def _wait_until_settled(self, deadline: float) -> None:
+        target = self._next_number - 1
+        self._waiters += 1
+        try:
+            self._courier.mark()
+            while self._settled_through < target and self._used and not self._ended:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                self._lock.wait(left)
+        finally:
+            self._waiters -= 1
+
+    def _take_report(self) -> Report:
+        report = self._tally.report(self._used)
+        self._tally.clear()
+        return report
+
+    # For the courier's thread.
+
+    def _take_inbox(self) -> list[CourierMessage]:
+        with self._lock:
+            batch, self._inbox = self._inbox, []
+            self._woken = False
+        return batch
+
+    def _release(self, ledger: Ledger[Encoded | None], *, ended: bool = False) -> None:
+        freed, freed_bytes = ledger.take_freed()
+        with self._lock:
+            self._used -= freed
+            self._used_bytes -= freed_bytes
+            self._tally.absorb(ledger.tally)
+            self._settled_through = max(self._settled_through, ledger.settled_through)
+            if ended:
+                self._closed = self._ended = True
+            if self._waiters:
+                self._lock.notify_all()
+
+    # Checks.
+
+    def _map_in_force(self) -> ShardMap:
+        shard_map = self._routing.shard_map(self.logical)
+        if shard_map is None:
+            rule = (
+                "must be sharded: set a policy that matches it (warren policy set), "
+                "or publish to it with a plain channel"
+            )
+            raise InvalidInput("logical queue", rule, self.logical)
+        return shard_map
+
+    def _check_key(self, key: Key, shard_map: ShardMap) -> None:
+        on_the_wire = wire(key)
+        if len(on_the_wire) > MAX_NAME_BYTES:
+            rule = f"must be at most {MAX_NAME_BYTES} bytes to be an AMQP routing key"
+            raise InvalidInput("key", rule, key)
+        known, names = self._names
+        if known is not shard_map:
+            if self._by_exchange and shard_map.kind is ShardKind.STREAM:
+                rule = "must not be a super stream: publish to it with a stream producer"
+                raise InvalidInput("logical queue", rule, self.logical)
+            names = frozenset(shard.name.encode() for shard in shard_map.shards)
+            self._names = shard_map, names
+        if on_the_wire in names and self._by_exchange:
+            # The shards are bound under their names: it would be routed to two of them.
+            raise InvalidInput("key", "must not be the name of a shard", key)
+
+    def _check_thread(self, what: str) -> None:
+        if threading.current_thread() is self._thread:
+            raise LocalError(f"{what}() can't be called from on_result: it would wait for itself")
+
+
+def _to_bytes(body: object) -> bytes:
+    if isinstance(body, bytearray | memoryview):
+        return bytes(body)
+    raise InvalidInput("body", "must be bytes", body)
+
+
+def _guard(on_result: Callable[[Result], None] | None) -> Callable[[Result], None] | None:
+    if on_result is None:
+        return None
+
+    def guarded(result: Result) -> None:
+        try:
+            on_result(result)
+        except Exception:
+            log.exception("on_result failed for message %d", result.number)
+
+    return guarded

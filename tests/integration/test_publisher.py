@@ -1,0 +1,639 @@
+"""The publisher for volume, on real brokers: what it reports is what consumers find."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+from typing import Any
+
+import pika
+import pytest
+
+from interceptors.outcomes import Outcome, Report, Result
+from interceptors.publisher import NotAllStored, PublisherClosed, ShardedPublisher, WindowFull
+from sharding import (
+    InvalidInput,
+    Node,
+    Policy,
+    Shard,
+    ShardMap,
+    ShardName,
+    ShardUnavailable,
+)
+from tests.cluster import Cluster, wait_until
+from tests.cluster import Node as ClusterNode
+
+pytestmark = pytest.mark.cluster
+
+
+@dataclass
+class FixedRouting:
+    """A map made by hand, and what was said about its shards."""
+
+    map: ShardMap
+    parameters: dict[str, list[pika.ConnectionParameters]]
+    away: set[str] = field(default_factory=set)
+    suspects: list[str] = field(default_factory=list)
+
+    def shard_map(self, logical: str) -> ShardMap | None:
+        return self.map if logical == self.map.logical else None
+
+    def connection_parameters(self, node: str) -> Sequence[pika.ConnectionParameters]:
+        return self.parameters.get(node, [])
+
+    def unavailable(self, shard: str) -> bool:
+        return shard in self.away
+
+    def suspect(self, shard: str) -> None:
+        self.suspects.append(shard)
+
+    def refresh(self, timeout: float) -> None:
+        raise AssertionError(f"the publisher leaves waiting {timeout} s to others")
+
+
+def declare(cluster: Cluster, *, per_node: int = 1) -> FixedRouting:
+    """A logical queue of its own for a test, with its shards on every node."""
+    logical = f"images-{secrets.token_hex(4)}"
+    shards = []
+    for node in cluster:
+        with connect(node) as connection:
+            channel = connection.channel()
+            channel.exchange_declare(logical, "direct", durable=True)
+            for index in range(per_node):
+                name = str(ShardName(logical, node.name, index))
+                channel.queue_declare(name, durable=True)
+                channel.queue_bind(name, logical, name)
+                shards.append(Shard(name, node.name))
+    return FixedRouting(
+        ShardMap(
+            logical,
+            1,
+            tuple(shards),
+            tuple(Node(node.name) for node in cluster),
+            Policy("p", f"^{logical}$", shards_per_node=per_node),
+        ),
+        {node.name: [parameters_for(node)] for node in cluster},
+    )
+
+
+def parameters_for(
+    node: ClusterNode, *, password: str = "guest", vhost: str = "/"
+) -> pika.ConnectionParameters:
+    endpoint = node.endpoint
+    credentials = pika.PlainCredentials(endpoint.user, password)
+    return pika.ConnectionParameters(endpoint.address, endpoint.ports["amqp"], vhost, credentials)
+
+
+def connect(node: ClusterNode) -> pika.BlockingConnection:
+    return pika.BlockingConnection(pika.URLParameters(node.endpoint.amqp_url))
+
+
+Delivery = tuple[Any, pika.BasicProperties, bytes]
+
+
+def drain(node: ClusterNode, queue: str) -> list[Delivery]:
+    with connect(node) as connection:
+        channel = connection.channel()
+        found = iter(lambda: channel.basic_get(queue, auto_ack=True), (None, None, None))
+        return [delivery for delivery in found if delivery[2] is not None]
+
+
+def bodies(cluster: Cluster, routing: FixedRouting) -> dict[str, list[bytes]]:
+    """What each shard holds, in order."""
+    node = cluster.running_nodes()[0]
+    return {s.name: [body for _, _, body in drain(node, s.name)] for s in routing.map.shards}
+
+
+def keys_of(routing: FixedRouting, shard: str) -> Iterator[str]:
+    every = (f"user-{number}" for number in count())
+    return (key for key in every if routing.map.shard_of(key).name == shard)
+
+
+def shard_on(routing: FixedRouting, node: ClusterNode) -> str:
+    return routing.map.shards_on(node.name)[0].name
+
+
+def failures(report: Report) -> dict[int, Outcome]:
+    return {result.number: result.outcome for result in report.not_stored}
+
+
+class Published:
+    """Publishes numbered bodies and remembers which number went where."""
+
+    def __init__(self, publisher: ShardedPublisher) -> None:
+        self._publisher = publisher
+        self.by_key: dict[str, list[int]] = defaultdict(list)
+
+    def __call__(self, key: str) -> int:
+        expected = sum(map(len, self.by_key.values()))
+        number = self._publisher.publish(key, b"%d" % expected)
+        assert number == expected
+        self.by_key[key].append(number)
+        return number
+
+
+# Service as usual.
+
+
+@pytest.mark.parametrize("through", ["exchange", "default"])
+def test_every_message_is_stored_in_its_shard_in_the_order_of_its_key(
+    cluster: Cluster, through: Any
+) -> None:
+    routing = declare(cluster, per_node=2)
+    with ShardedPublisher(routing, routing.map.logical, window=100, through=through) as publisher:
+        publish = Published(publisher)
+        for number in range(3_000):
+            publish(f"user-{number % 50}")
+        report = publisher.flush()
+    assert report == Report(stored=3_000)
+    found = bodies(cluster, routing)
+    for key, numbers in publish.by_key.items():
+        mine = set(numbers)
+        there = [int(body) for body in found[routing.map.shard_of(key).name] if int(body) in mine]
+        assert there == numbers
+    assert sum(map(len, found.values())) == 3_000
+    assert all(found.values())
+    assert routing.suspects == []
+
+
+def test_threads_keep_the_order_of_their_own_messages(cluster: Cluster) -> None:
+    routing = declare(cluster)
+    with ShardedPublisher(routing, routing.map.logical, window=50) as publisher:
+
+        def work(name: str) -> None:
+            for number in range(300):
+                publisher.publish(name, f"{name} {number}".encode())
+
+        threads = [threading.Thread(target=work, args=(f"user-{n}",)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert publisher.flush().stored == 1_200
+    found = [body.decode().split() for shard in bodies(cluster, routing).values() for body in shard]
+    for n in range(4):
+        assert [int(v) for name, v in found if name == f"user-{n}"] == list(range(300))
+
+
+def test_delivery_shows_what_was_published_and_nothing_of_warren(cluster: Cluster) -> None:
+    routing = declare(cluster)
+    shard, other = (routing.map.shards[index].name for index in (0, 1))
+    key = next(keys_of(routing, shard))
+    headers: dict[str, Any] = {"mine": 7, "CC": ["copy"], "BCC": [other], "deep": {"a": [1, 2]}}
+    properties = pika.BasicProperties(
+        headers=headers, message_id="m-1", content_type="text/plain", priority=3
+    )
+    with ShardedPublisher(routing, routing.map.logical) as publisher:
+        publisher.publish(key, b"body", properties)
+        publisher.publish(key, b"plain")
+        assert publisher.flush().stored == 2
+    assert properties.headers is headers
+    assert headers == {"mine": 7, "CC": ["copy"], "BCC": [other], "deep": {"a": [1, 2]}}
+    (method, seen, body), (_, plain, _) = drain(cluster.nodes[0], shard)
+    assert (method.exchange, method.routing_key, body) == (routing.map.logical, key, b"body")
+    assert seen.headers == {"mine": 7, "CC": ["copy"], "deep": {"a": [1, 2]}}
+    assert (seen.message_id, seen.content_type, seen.priority) == ("m-1", "text/plain", 3)
+    assert seen.delivery_mode is None
+    assert plain.delivery_mode == 2
+    assert not plain.headers
+    assert [body for _, _, body in drain(cluster.nodes[0], other)] == [b"body"]  # the user's BCC
+
+
+def test_default_exchange_is_the_cheaper_way_and_leaves_properties_alone(cluster: Cluster) -> None:
+    routing = declare(cluster)
+    shard = routing.map.shards[1].name
+    with ShardedPublisher(routing, routing.map.logical, through="default") as publisher:
+        publisher.publish(next(keys_of(routing, shard)), b"x", pika.BasicProperties(type="t"))
+        publisher.flush()
+    [(method, properties, _)] = drain(cluster.nodes[0], shard)
+    assert (method.exchange, method.routing_key) == ("", shard)
+    assert (properties.type, properties.headers) == ("t", None)
+
+
+@pytest.mark.parametrize("key", ["ключ", "ключ".encode(), b"\xff\x00\xfe", bytearray(b"ab"), ""])
+def test_key_travels_as_the_bytes_that_were_hashed(cluster: Cluster, key: Any) -> None:
+    routing = declare(cluster)
+    with ShardedPublisher(routing, routing.map.logical) as publisher:
+        publisher.publish(key, bytearray(b"x"))
+        assert publisher.flush().stored == 1
+    [(method, _, _)] = drain(cluster.nodes[0], routing.map.shard_of(key).name)
+    seen = method.routing_key
+    wire = key.encode() if isinstance(key, str) else bytes(key)
+    assert (seen.encode() if isinstance(seen, str) else seen) == wire
+
+
+def test_each_result_is_called_back_in_order_of_its_shard(cluster: Cluster) -> None:
+    routing = declare(cluster)
+    results: list[Result] = []
+
+    def note(result: Result) -> None:
+        results.append(result)
+        if result.number == 3:
+            raise RuntimeError("a callback that fails must not end the publisher")
+
+    with ShardedPublisher(routing, routing.map.logical, on_result=note) as publisher:
+        for number in range(10):
+            publisher.publish(f"user-{number}", b"x")
+        publisher.flush()
+    assert {(r.number, r.outcome, r.key) for r in results} == {
+        (number, Outcome.STORED, f"user-{number}") for number in range(10)
+    }
+
+
+def test_large_bodies_pass_in_pieces_and_within_the_window_of_bytes(cluster: Cluster) -> None:
+    routing = declare(cluster)
+    large = secrets.token_bytes(700_000)
+    with ShardedPublisher(routing, routing.map.logical, window_bytes=1_000_000) as publisher:
+        for _ in range(5):
+            publisher.publish("user-1", large)  # waits for the one before: two do not fit
+            assert publisher._used_bytes == 700_000
+        publisher.publish("user-1", b"")
+        assert publisher.flush().stored == 6
+    found = [body for _, _, body in drain(cluster.nodes[0], routing.map.shard_of("user-1").name)]
+    assert found == [large] * 5 + [b""]
+
+
+def test_nothing_is_left_behind_and_a_closed_publisher_says_so(cluster: Cluster) -> None:
+    routing = declare(cluster)
+    with ShardedPublisher(routing, routing.map.logical) as publisher:
+        publisher.publish("user-1", b"x")
+    assert not publisher._thread.is_alive()
+    assert publisher.close() == Report()
+    with pytest.raises(PublisherClosed):
+        publisher.publish("user-1", b"x")
+    assert "closed" in repr(publisher)
+
+
+# What is refused at once.
+
+
+def test_what_can_not_be_published_is_refused_before_anything_is_queued(cluster: Cluster) -> None:
+    routing = declare(cluster)
+    shard = routing.map.shards[0].name
+    odd: Any = {"a": object()}
+    with pytest.raises(InvalidInput, match="warren policy set"):
+        ShardedPublisher(routing, "plain")
+    with ShardedPublisher(routing, routing.map.logical, max_message_bytes=10) as publisher:
+        for key, body, properties, match in [
+            ("k" * 256, b"", None, "255 bytes"),
+            (shard, b"", None, "name of a shard"),
+            (7, b"", None, "key"),
+            ("k", "text", None, "must be bytes"),
+            ("k", b"12345678901", None, "max_message_bytes"),
+            ("k", b"", pika.BasicProperties(headers=odd), "AMQP can express"),
+            ("k", b"", pika.BasicProperties(headers={"BCC": "x"}), "list of routing keys"),
+        ]:
+            with pytest.raises(InvalidInput, match=match):
+                publisher.publish(key, body, properties)  # type: ignore[arg-type]
+        routing.away.add(shard)
+        with pytest.raises(ShardUnavailable):
+            publisher.publish(next(keys_of(routing, shard)), b"")
+        assert publisher.flush() == Report()
+
+
+def test_wrong_credentials_refuse_quickly_and_show_no_secret(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    routing = declare(cluster)
+    node = cluster.nodes[0]
+    routing.parameters[node.name] = [parameters_for(node, password="s3cr3t-word")]
+    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=60) as publisher:
+        publisher.publish(next(keys_of(routing, shard_on(routing, cluster.nodes[0]))), b"x")
+        publisher.publish(next(keys_of(routing, shard_on(routing, cluster.nodes[1]))), b"x")
+        report = publisher.flush(timeout=20)
+        assert failures(report) == {0: Outcome.REFUSED}
+        assert report.stored == 1
+        assert "ACCESS_REFUSED" in report.not_stored[0].reason
+        shown = f"{publisher!r} {report} {report!r} {caplog.text}"
+    assert "s3cr3t" not in shown
+
+
+@pytest.mark.parametrize("vhost", ["no-such-vhost", "/"])
+def test_missing_vhost_or_exchange_refuses_quickly(cluster: Cluster, vhost: str) -> None:
+    routing = declare(cluster)
+    node = cluster.nodes[0]
+    routing.parameters[node.name] = [parameters_for(node, vhost=vhost)]
+    with connect(cluster.nodes[0]) as connection:
+        connection.channel().exchange_delete(routing.map.logical)
+    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=60) as publisher:
+        publisher.publish(next(keys_of(routing, shard_on(routing, cluster.nodes[0]))), b"x")
+        report = publisher.flush(timeout=20)
+    assert failures(report) == {0: Outcome.REFUSED}
+
+
+def test_addresses_are_tried_in_order_until_one_answers(cluster: Cluster) -> None:
+    routing = declare(cluster)
+    node = cluster.nodes[0]
+    dead = pika.ConnectionParameters("127.0.0.1", 1)
+    unresolved = pika.ConnectionParameters("no-such-host.invalid", 5672)
+    routing.parameters[node.name] = [unresolved, dead, *routing.parameters[node.name]]
+    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=30) as publisher:
+        publisher.publish(next(keys_of(routing, shard_on(routing, node))), b"x")
+        assert publisher.flush().stored == 1
+
+
+def test_block_that_ends_without_flush_tells_what_is_not_stored(cluster: Cluster) -> None:
+    routing = declare(cluster)
+    routing.parameters.clear()
+    with (
+        pytest.raises(NotAllStored, match="1 refused") as caught,
+        ShardedPublisher(routing, routing.map.logical, confirm_timeout=0.3) as publisher,
+    ):
+        publisher.publish("user-1", b"x")
+    assert "no address" in caught.value.report.not_stored[0].reason
+
+
+# Unroutable.
+
+
+@pytest.mark.parametrize("through", ["exchange", "default"])
+def test_exactly_the_messages_of_a_missing_shard_are_unroutable(
+    cluster: Cluster, through: Any
+) -> None:
+    routing = declare(cluster, per_node=2)
+    missing = routing.map.shards[0].name
+    with connect(cluster.nodes[0]) as connection:
+        connection.channel().queue_delete(missing)
+    with ShardedPublisher(routing, routing.map.logical, through=through) as publisher:
+        lost = set()
+        for number in range(5_000):
+            key = f"user-{number}"
+            # All bodies alike: only the key and the order tell the messages apart.
+            publisher.publish(key, b"same", pika.BasicProperties(headers={"n": number % 3}))
+            if routing.map.shard_of(key).name == missing:
+                lost.add(number)
+        report = publisher.flush()
+    assert failures(report) == dict.fromkeys(lost, Outcome.UNROUTABLE)
+    assert report.stored == 5_000 - len(lost)
+    assert set(routing.suspects) == {missing}
+
+
+def test_stored_and_unroutable_are_told_apart_while_the_shard_vanishes_under_load(
+    cluster: Cluster,
+) -> None:
+    routing = declare(cluster)
+    shard = routing.map.shards[0].name
+    keys = list(islice(keys_of(routing, shard), 20))
+    with (
+        connect(cluster.nodes[0]) as connection,
+        ShardedPublisher(routing, routing.map.logical, window=500) as publisher,
+    ):
+        channel = connection.channel()
+        for number in range(10_000):
+            publisher.publish(keys[number % 20], b"%d" % number)
+            if number == 3_000:
+                channel.queue_unbind(shard, routing.map.logical, shard)
+            if number == 6_000:
+                channel.queue_bind(shard, routing.map.logical, shard)
+        report = publisher.flush()
+    unroutable = failures(report)
+    assert 0 < len(unroutable) < 10_000
+    assert set(unroutable.values()) == {Outcome.UNROUTABLE}
+    found = [int(body) for _, _, body in drain(cluster.nodes[0], shard)]
+    assert found == [number for number in range(10_000) if number not in unroutable]
+
+
+# Faults.
+
+
+@pytest.fixture(scope="module")
+def fragile_cluster(any_version: str) -> Iterator[Cluster]:
+    with Cluster.start(version=any_version) as running:
+        yield running
+
+
+@pytest.fixture
+def fragile(fragile_cluster: Cluster) -> Iterator[Cluster]:
+    yield fragile_cluster
+    for node in fragile_cluster:
+        if not node.driver.running():
+            node.restart()
+    fragile_cluster.wait_until_whole()
+
+
+def test_after_kill_9_the_report_is_what_consumers_find(fragile: Cluster) -> None:
+    routing = declare(fragile)
+    victim = fragile.nodes[1]
+    settled_at: dict[int, float] = {}
+    published_at: dict[int, float] = {}
+
+    def note(result: Result) -> None:
+        settled_at[result.number] = time.monotonic()
+
+    with ShardedPublisher(
+        routing, routing.map.logical, window=500, confirm_timeout=2, on_result=note
+    ) as publisher:
+        publish = Published(publisher)
+        killer = threading.Thread(target=victim.kill)
+        for number in count():
+            published_at[publish(f"user-{number % 100}")] = time.monotonic()
+            if number == 2_000:
+                killer.start()
+            # Go on until the loss has been seen, and for a while after it.
+            if number > 4_000 and not killer.is_alive() and len(routing.suspects) > 0:
+                break
+        killer.join()
+        last = next(keys_of(routing, shard_on(routing, victim)))
+        published_at[publish(last)] = time.monotonic()
+        report = publisher.flush(timeout=10)
+    assert report.pending == 0
+    total = sum(map(len, publish.by_key.values()))
+    assert report.stored + report.refused + report.unknown == total
+    assert report.unroutable == 0
+    assert report.omitted == 0
+    assert shard_on(routing, victim) in routing.suspects
+    outcomes = failures(report)
+    assert Outcome.REFUSED in outcomes.values()
+    assert max(settled_at[n] - published_at[n] for n in published_at) < 2 + 1
+
+    victim.restart()
+    found = {int(body) for shard in bodies(fragile, routing).values() for body in shard}
+    stored = set(range(total)) - outcomes.keys()
+    assert stored <= found
+    assert not found & {n for n, outcome in outcomes.items() if outcome is Outcome.REFUSED}
+
+
+def test_what_was_not_sent_waits_for_the_node_and_keeps_its_order(fragile: Cluster) -> None:
+    routing = declare(fragile)
+    victim = fragile.nodes[2]
+    keys = list(islice(keys_of(routing, shard_on(routing, victim)), 5))
+    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=200) as publisher:
+        for number in range(100):
+            publisher.publish(keys[number % 5], b"%d" % number)
+        assert publisher.flush().stored == 100
+        victim.kill()
+        wait_until(lambda: not publisher._courier._links[victim.name].ready, 20)
+        for number in range(100, 300):
+            publisher.publish(keys[number % 5], b"%d" % number)
+        assert publisher.flush(timeout=0.2).pending == 200
+        victim.restart()
+        report = publisher.flush(timeout=30)
+    assert report == Report(stored=200)
+    assert [int(b) for b in bodies(fragile, routing)[shard_on(routing, victim)]] == list(range(300))
+
+
+def test_publish_to_a_dead_shard_through_a_living_node_is_not_stored_and_suspect(
+    fragile: Cluster, any_version: str
+) -> None:
+    """The map says that the shard is reached through a node that it does not live on."""
+    routing = declare(fragile)
+    home, gate = fragile.nodes[1], fragile.nodes[0]
+    shard = shard_on(routing, home)
+    moved = [replace(s, node=gate.name) if s.name == shard else s for s in routing.map.shards]
+    routing.map = replace(routing.map, shards=tuple(moved))
+    key = next(keys_of(routing, shard))
+    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=5) as publisher:
+        publisher.publish(key, b"before")
+        assert publisher.flush().stored == 1
+        home.kill()
+        publisher.publish(key, b"after")
+        report = publisher.flush(timeout=10)
+    # 3.10 takes queues on dead nodes out of the routes; 4.0 nacks.
+    expected = Outcome.UNROUTABLE if any_version == "3.10" else Outcome.UNKNOWN
+    assert failures(report) == {1: expected}
+    assert routing.suspects == [shard]
+
+
+def test_frozen_node_lets_deadlines_fire_and_close_end_in_time(fragile: Cluster) -> None:
+    routing = declare(fragile)
+    victim = fragile.nodes[0]
+    sick = list(islice(keys_of(routing, shard_on(routing, victim)), 2))
+    well = next(keys_of(routing, shard_on(routing, fragile.nodes[1])))
+    publisher = ShardedPublisher(routing, routing.map.logical, confirm_timeout=1.5)
+    publisher.publish(sick[0], b"connected")
+    assert publisher.flush().stored == 1
+    victim.freeze()
+    try:
+        began = time.monotonic()
+        publisher.publish(sick[0], b"sent")
+        assert publisher.flush(timeout=0.3).pending == 1
+        assert time.monotonic() - began < 1
+        wait_until(lambda: publisher._tally.counts[Outcome.UNKNOWN] == 1, 5)
+        assert 1.4 < time.monotonic() - began < 3
+        # The connection that owes a confirm gets no more: what comes now is refused, not unknown.
+        publisher.publish(sick[1], b"not sent")
+        publisher.publish(well, b"elsewhere")
+        report = publisher.flush(timeout=5)
+        assert failures(report) == {1: Outcome.UNKNOWN, 2: Outcome.REFUSED}
+        assert report.stored == 1
+        publisher.publish(sick[0], b"at the end")
+        began = time.monotonic()
+        report = publisher.close(timeout=0.8)
+        assert time.monotonic() - began < 1
+        assert report.refused + report.unknown == 1
+        assert not publisher._thread.is_alive()
+    finally:
+        publisher.close(timeout=1)
+        victim.thaw()
+
+
+def test_thawed_node_is_used_again(fragile: Cluster) -> None:
+    routing = declare(fragile)
+    victim = fragile.nodes[0]
+    key = next(keys_of(routing, shard_on(routing, victim)))
+    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=3) as publisher:
+        publisher.publish(key, b"before")
+        assert publisher.flush() == Report(stored=1)
+        victim.freeze()
+        try:
+            publisher.publish(key, b"during")
+            assert failures(publisher.flush()) == {1: Outcome.UNKNOWN}
+        finally:
+            victim.thaw()
+        fragile.wait_until_whole()
+
+        def stores_again() -> bool:
+            publisher.publish(key, b"after")
+            return publisher.flush().stored == 1
+
+        wait_until(stores_again, 30)
+
+
+def test_window_holds_publishers_back_and_says_so(fragile: Cluster) -> None:
+    routing = declare(fragile)
+    victim = fragile.nodes[0]
+    key = next(keys_of(routing, shard_on(routing, victim)))
+    victim.freeze()
+    try:
+        with ShardedPublisher(
+            routing, routing.map.logical, window=10, confirm_timeout=2
+        ) as publisher:
+            for _ in range(10):
+                publisher.publish(key, b"x")
+            began = time.monotonic()
+            with pytest.raises(WindowFull, match="10 of 10 messages"):
+                publisher.publish(key, b"x", timeout=0.2)
+            assert 0.2 <= time.monotonic() - began < 1
+            assert publisher.publish(key, b"x", timeout=10) == 10  # room comes with the deadlines
+            assert 1 < time.monotonic() - began < 4
+            assert publisher.flush(timeout=10).refused == 11
+    finally:
+        victim.thaw()
+
+
+def test_blocked_connection_sends_nothing_more_until_the_alarm_ends(fragile: Cluster) -> None:
+    routing = declare(fragile)
+    node = fragile.nodes[0]
+    key = next(keys_of(routing, shard_on(routing, node)))
+    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=1.5) as publisher:
+        publisher.publish(key, b"before")
+        assert publisher.flush().stored == 1
+        link = publisher._courier._links[node.name]
+        node.driver.ctl("set_vm_memory_high_watermark", "0.0001")
+        try:
+            # The broker tells a connection when it publishes into the alarm, or has before.
+            publisher.publish(key, b"into the alarm")
+            wait_until(lambda: link.blocked, 20)
+            publisher.publish(key, b"not sent")
+            report = publisher.flush(timeout=5)
+            assert failures(report)[2] is Outcome.REFUSED
+            assert "alarm" in {each.number: each.reason for each in report.not_stored}[2]
+        finally:
+            node.driver.ctl("set_vm_memory_high_watermark", "0.4")
+
+        def stores_again() -> bool:
+            publisher.publish(key, b"after")
+            return publisher.flush().stored == 1
+
+        wait_until(stores_again, 30)
+    found = bodies(fragile, routing)[shard_on(routing, node)]
+    assert b"not sent" not in found
+    assert found[0] == b"before"
+    assert found[-1] == b"after"
+
+
+def test_map_that_changes_moves_what_waits_in_order_and_leaves_the_rest(fragile: Cluster) -> None:
+    routing = declare(fragile)
+    whole, victim = routing.map, fragile.nodes[1]
+    gone = shard_on(routing, victim)
+    keys = list(islice(keys_of(routing, gone), 5))
+    stays = next(keys_of(routing, whole.shards[0].name))
+    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=60) as publisher:
+        publish = Published(publisher)
+        publish(stays)
+        assert publisher.flush() == Report(stored=1)
+        victim.kill()
+        for number in range(50):
+            publish(keys[number % 5])
+        assert publisher.flush(timeout=0.2).pending == 50
+        routing.map = replace(
+            whole, epoch=2, shards=tuple(shard for shard in whole.shards if shard.name != gone)
+        )
+        # Nobody publishes: the publisher's own tick sees the new map.
+        assert publisher.flush(timeout=20) == Report(stored=50)
+        for number in range(50):
+            publish(keys[number % 5])
+        publish(stays)
+        assert publisher.flush(timeout=20) == Report(stored=51)
+    found = bodies(fragile, routing)
+    for key, numbers in publish.by_key.items():
+        mine = set(numbers)
+        there = [int(b) for b in found[routing.map.shard_of(key).name] if int(b) in mine]
+        assert there == numbers
