@@ -16,7 +16,7 @@ wanted = int(sys.argv[1]) if len(sys.argv) > 1 else 100
 seen = 0
 
 
-def on_message(channel, method, properties, body):  # type: ignore[no-untyped-def]  # as in pika's
+def on_message(channel, method, _properties, body):  # type: ignore[no-untyped-def]  # as in pika's
     global seen
     seen += 1
     channel.basic_ack(method.delivery_tag)

@@ -22,7 +22,7 @@ from interceptors import plan
 from interceptors.plan import Placement
 from interceptors.whereabouts import node_at, node_with_token, peer_of
 from sharding.amqp import REPLY_TO
-from sharding.consumers import better_shard
+from sharding.consumers import better_shard, is_even
 from sharding.errors import InvalidInput, OutcomeUnknown, ShardUnavailable, Unreachable
 from sharding.shard_map import Route, ShardMap
 from sharding.topology import Topology
@@ -31,7 +31,8 @@ logger = logging.getLogger("warren.channel")
 
 OnMessage = Callable[[Any, pika.spec.Basic.Deliver, pika.BasicProperties, bytes], Any]
 
-_MOST_MOVES = 20
+_MOST_LOOKS = 20
+_CALM_LOOKS = 3
 
 
 class ShardedChannel:
@@ -474,7 +475,8 @@ class _Settling:
         self._shards = shards
         self._consume = consume
         self._deliver = deliver
-        self._left = _MOST_MOVES
+        self._left = _MOST_LOOKS
+        self._calm = 0
 
     def look_later(self) -> None:
         connection = self._owner._channel.connection
@@ -503,8 +505,9 @@ class _Settling:
             self._shard = target
             for method, properties, body in undelivered:
                 self._deliver(channel, method, properties, body)
-        answering = [count for count in counts.values() if count is not None]
-        if answering and max(answering) - min(answering) >= 2:
+        # One even count may be of a moment in which others are on the move.
+        self._calm = self._calm + 1 if is_even(counts) else 0
+        if self._calm < _CALM_LOOKS:
             self.look_later()
 
 

@@ -70,6 +70,9 @@ class Session:
         except TimeoutError:
             _abort(connection)
             raise Unreachable(f"{_where(parameters)}: no answer within {timeout:g} s") from None
+        except BaseException:  # cancelled: nobody else will close the socket
+            _abort(connection)
+            raise
         return cls(connection, lost)
 
     @property
@@ -86,12 +89,14 @@ class Session:
 
     async def close(self, timeout: float = 2) -> None:
         """Close in order within `timeout`, or by dropping the socket."""
-        if not self.lost.done():
-            if self._connection.is_open:
-                self._connection.close()
-            await asyncio.wait([self.lost], timeout=timeout)
-        if not self.lost.done():
-            _abort(self._connection)
+        try:
+            if not self.lost.done():
+                if self._connection.is_open:
+                    self._connection.close()
+                await asyncio.wait([self.lost], timeout=timeout)
+        finally:
+            if not self.lost.done():
+                _abort(self._connection)
 
     async def reply_token(self) -> str:
         """What tells the connected node from others: see `Node.reply_token`.

@@ -30,6 +30,12 @@ def better_shard(mine: str, counts: Mapping[str, int | None], chance: random.Ran
     return chance.choice([name for name, count in answering.items() if count == least])
 
 
+def is_even(counts: Mapping[str, int | None]) -> bool:
+    """Whether no shard that answers has two consumers more than another."""
+    answering = [count for count in counts.values() if count is not None]
+    return not answering or max(answering) - min(answering) < 2
+
+
 class Claims:
     """Consumers of this process that are on their way and in no count yet."""
 

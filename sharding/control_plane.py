@@ -58,9 +58,11 @@ class ControlPlane:
         view: ClusterView,
         options: TopologyOptions,
         on_change: Listener,
+        has_log: bool = True,
     ) -> None:
         self.given = [connection_parameters(url) for url in urls]
         self.view = view
+        self._has_log = has_log
         self.options = options
         self.log = LogFollower(on_change)
         self.session: Session | None = None
@@ -114,6 +116,8 @@ class ControlPlane:
 
     async def _attach(self, parameters: pika.ConnectionParameters) -> Session:
         session = await Session.open(parameters, self.options.connect_timeout)
+        if not self._has_log:
+            return session
         try:
             async with asyncio.timeout(self.options.connect_timeout):
                 await self.log.attach(session)
@@ -135,7 +139,8 @@ class ControlPlane:
                 if session.lost.done():
                     self.problem = session.lost.result()
                     return
-                await self.refresh(session)
+                if self._has_log:
+                    await self.refresh(session)
         except (RemoteError, TimeoutError) as error:
             self.problem = _sentence(error)
         finally:

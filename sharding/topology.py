@@ -253,15 +253,14 @@ class Topology:
             self._loop.close()
 
     def _start(self, started: threading.Event) -> None:
-        self._plane = ControlPlane(self._urls, self._view, self.options, self._on_change)
-        if self._fixed is None:
-            self._plane.start()
-            self._announcement = self._loop.create_task(self._announce())
+        has_log = self._fixed is None
+        self._plane = ControlPlane(self._urls, self._view, self.options, self._on_change, has_log)
+        self._plane.start()
+        self._announcement = self._loop.create_task(self._announce())
         started.set()
 
     async def _stop(self) -> None:
-        if self._fixed is None:
-            self._announcement.cancel()
+        self._announcement.cancel()
         await self._plane.stop()
 
     async def _announce(self) -> None:

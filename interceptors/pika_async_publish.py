@@ -1,0 +1,292 @@
+"""The publishing half of the asynchronous wrapper: to the key's shard, and nothing lost silently.
+
+Warren sets `mandatory` on every sharded message, so the broker returns what no shard took. A return
+that the application did not ask for is dealt with here. A confirm's delivery tag is the
+application's own count, so nothing is published again on a channel that confirms: there the
+message is reported as a nack.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pika
+import pika.frame
+from pika import validators
+from pika.channel import Channel
+from pika.spec import Basic
+
+from interceptors import plan
+from interceptors.pika_async_base import DeferringChannel
+from interceptors.pika_loop import Done, off_loop
+from sharding.errors import InvalidInput, WarrenError
+from sharding.shard_map import Shard, ShardMap
+from sharding.topology import Topology
+
+logger = logging.getLogger("warren.channel")
+
+OnFrame = Callable[[Any], Any]
+
+_MOST_STRAYS = 10_000
+
+Content = tuple[str, str, int]
+
+
+def content_of(exchange: str, routing_key: str, body: bytes) -> Content:
+    """What a returned message is recognised by."""
+    return exchange, routing_key, hash(body)
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A sharded message that is not confirmed yet."""
+
+    content: Content
+    shard: str
+    asked: bool
+    """Whether the application itself asked to have it returned."""
+
+
+class Unconfirmed:
+    """The published messages of a channel in confirm mode, by the application's delivery tags.
+
+    The broker acknowledges a message that it returned. Where the application did not ask for the
+    return, its acknowledgement would be the only thing the application sees, and the message would
+    be lost in silence: it becomes a nack. A return always comes before its acknowledgement.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+        # Tags only grow, so both stay sorted.
+        self._sent: dict[int, Publication | None] = {}
+        self._returned: dict[int, Publication] = {}
+
+    def sent(self, publication: Publication | None) -> None:
+        """One more was published; None if it is not sharded."""
+        self._last += 1
+        self._sent[self._last] = publication
+
+    def returned(self, content: Content) -> Publication | None:
+        for tag, publication in self._sent.items():
+            if publication is not None and publication.content == content:
+                del self._sent[tag]
+                self._returned[tag] = publication
+                return publication
+        return None
+
+    def confirmed(self, verdict: Basic.Ack | Basic.Nack) -> tuple[list[Any], set[str]]:
+        """What to tell the application instead, and the shards that refused a message."""
+        tag, multiple = int(verdict.delivery_tag), bool(verdict.multiple)
+        sent = _take(self._sent, tag, multiple)
+        returned = _take(self._returned, tag, multiple)
+        if isinstance(verdict, Basic.Nack):
+            return [verdict], {publication.shard for publication in sent.values() if publication}
+        unstored = {tag for tag, publication in returned.items() if not publication.asked}
+        if not unstored:
+            return [verdict], set()
+        verdicts: list[Any] = []
+        stored = 0
+        for each in [*sorted([*sent, *returned]), None]:
+            if each is not None and each not in unstored:
+                stored = each
+                continue
+            if stored:
+                verdicts.append(Basic.Ack(stored, multiple))
+            stored = 0
+            if each is not None:
+                verdicts.append(Basic.Nack(each, False))
+        return verdicts, set()
+
+
+def _take(publications: dict[int, Any], tag: int, multiple: bool) -> dict[int, Any]:
+    covered = [tag] if tag in publications else []
+    if multiple:
+        covered = []
+        for each in publications:
+            if each > tag:
+                break
+            covered.append(each)
+    return {each: publications.pop(each) for each in covered}
+
+
+class PublishingChannel(DeferringChannel):
+    """A channel that publishes to shards."""
+
+    def __init__(
+        self, channel: Channel, topology: Topology, confirm_timeout: float, node: str | None
+    ) -> None:
+        if channel.callbacks.pending(channel.channel_number, Basic.Ack):
+            raise InvalidInput("channel", "must be wrapped before confirm_delivery()", channel)
+        super().__init__(channel, topology, confirm_timeout, node)
+        self._return_callbacks: list[Callable[..., Any]] = []
+        self._confirm_callbacks: list[OnFrame] = []
+        self._unconfirmed: Unconfirmed | None = None
+        self._transacting = False
+        self._asked = plan.AskedReturns()
+        self._published_again = plan.AskedReturns()
+        # The newest map used for a logical name, and the one before it.
+        self._used: dict[str, tuple[ShardMap, ShardMap]] = {}
+        self._strays: list[tuple[str, str, pika.BasicProperties, bytes]] = []
+        channel.add_on_return_callback(self._on_return)
+
+    def tx_select(self, callback: OnFrame | None = None) -> None:
+        self._transacting = True
+        self._in_order(self._channel.tx_select, callback)
+
+    def confirm_delivery(self, ack_nack_callback: OnFrame, callback: OnFrame | None = None) -> None:
+        validators.require_callback(ack_nack_callback)
+        validators.rpc_completion_callback(callback)
+        self._check_open()
+
+        # Publishes wait for select-ok, or pika might send them before Confirm.Select.
+        def step(done: Done) -> None:
+            def selected(frame: Any) -> None:
+                done()
+                if callback is not None:
+                    callback(frame)
+
+            self._channel.confirm_delivery(self._on_confirm, selected)
+            self._unconfirmed = self._unconfirmed or Unconfirmed()
+            if ack_nack_callback not in self._confirm_callbacks:
+                self._confirm_callbacks.append(ack_nack_callback)
+
+        self._order.run(step)
+
+    def basic_publish(
+        self,
+        exchange: str,
+        routing_key: str,
+        body: bytes | str,
+        properties: pika.BasicProperties | None = None,
+        mandatory: bool = False,
+    ) -> None:
+        if self._order.idle:
+            self._publish(exchange, routing_key, body, properties, mandatory, True)
+            return
+        # What can be said is said now: later there is nobody to raise to.
+        self._check_open()
+        shard_map = self._map(exchange)
+        if shard_map is not None:
+            self._check_available(shard_map, shard_map.shard_of(routing_key))
+        if properties is not None:  # the application may use its own again at once
+            properties = copy.copy(properties)
+            properties.headers = dict(properties.headers or {}) or None
+        self._in_order(self._publish, exchange, routing_key, body, properties, mandatory, False)
+
+    def _publish(
+        self,
+        exchange: str,
+        routing_key: str,
+        body: bytes | str,
+        properties: pika.BasicProperties | None,
+        mandatory: bool,
+        only_if_available: bool,
+    ) -> None:
+        publication: Publication | None = None
+        shard_map = self._map(exchange)
+        if shard_map is None:
+            self._channel.basic_publish(exchange, routing_key, body, properties, mandatory)
+        else:
+            shard = shard_map.shard_of(routing_key)
+            if only_if_available:
+                self._check_available(shard_map, shard)
+            body = body.encode() if isinstance(body, str) else body
+            sent = plan.addressed(properties, shard.name)
+            self._channel.basic_publish(shard_map.exchange, routing_key, body, sent, True)
+            if self._unconfirmed is not None:
+                content = content_of(shard_map.exchange, routing_key, body)
+                publication = Publication(content, shard.name, mandatory)
+            elif mandatory:
+                self._asked.note(shard_map.exchange, routing_key, body)
+            newest, _ = self._used.get(exchange, (None, None))
+            if newest is not shard_map:
+                self._used[exchange] = (shard_map, newest or shard_map)
+        if self._unconfirmed is not None:
+            self._unconfirmed.sent(publication)
+
+    def _check_available(self, shard_map: ShardMap, shard: Shard) -> None:
+        plan.check_available(shard_map, shard, self._topology.unavailable(shard.name))
+
+    def _on_confirm(self, frame: Any) -> None:
+        if self._unconfirmed is None:
+            return
+        verdicts, suspects = self._unconfirmed.confirmed(frame.method)
+        for shard in suspects:
+            self._suspect(shard)
+        for verdict in verdicts:
+            told = frame
+            if verdict is not frame.method:
+                told = pika.frame.Method(self._channel.channel_number, verdict)
+            for callback in list(self._confirm_callbacks):
+                callback(told)
+
+    def _on_return(
+        self, _: Any, method: Any, properties: pika.BasicProperties, body: bytes
+    ) -> None:
+        if self._asked_for(method, properties, body):
+            for callback in list(self._return_callbacks):
+                callback(self, method, properties, body)
+
+    def _asked_for(self, method: Any, properties: pika.BasicProperties, body: bytes) -> bool:
+        """Whether the application asked for this return; if not, it is dealt with here."""
+        what = (method.exchange, method.routing_key, body)
+        used = next((map_ for map_, _ in self._used.values() if map_.exchange == what[0]), None)
+        if used is None:
+            return True
+        publication = self._unconfirmed.returned(content_of(*what)) if self._unconfirmed else None
+        if publication.asked if publication else self._asked.take(*what):
+            return True
+        self._suspect(used.shard_of(method.routing_key).name)
+        if (
+            publication
+            or self._transacting
+            or self._published_again.take(*what)
+            or len(self._strays) >= _MOST_STRAYS
+        ):
+            self._log_unstored(used.logical, method.routing_key)
+            return False
+        self._strays.append((used.logical, method.routing_key, properties, body))
+        if len(self._strays) == 1:
+            off_loop(
+                self._channel.connection,
+                self._topology.refresh,
+                lambda *_: self._resume(self._publish_strays),
+            )
+        return False
+
+    def _publish_strays(self) -> None:
+        """The map may have been old: what belongs elsewhere by now is sent there, once."""
+        strays, self._strays = self._strays, []
+        for logical, key, properties, body in strays:
+            shard_map: ShardMap | None = None
+            with suppress(WarrenError):
+                shard_map = self._topology.shard_map(logical)
+            tried = {used.shard_of(key).name for used in self._used.get(logical, ())}
+            now = shard_map.shard_of(key).name if shard_map else None
+            if shard_map is None or now is None or tried <= {now} or self._unconfirmed is not None:
+                self._log_unstored(logical, key)
+                continue
+            self._published_again.note(shard_map.exchange, key, body)
+            sent = plan.addressed(properties, now)
+            self._in_order(self._channel.basic_publish, shard_map.exchange, key, body, sent, True)
+
+    def _log_unstored(self, logical: str, key: str) -> None:
+        logger.error(
+            "a message with key %r came back: its shard is not bound to %r; it is not stored",
+            key,
+            logical,
+        )
+
+    def _suspect(self, shard: str) -> None:
+        with suppress(WarrenError):  # the maps may be stale, and nobody here could act on that
+            self._topology.suspect(shard)
+
+    def add_on_return_callback(self, callback: Callable[..., Any]) -> None:
+        """Called for the messages that the application asked to have returned, and no others."""
+        if callback not in self._return_callbacks:
+            self._return_callbacks.append(callback)

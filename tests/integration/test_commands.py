@@ -1,0 +1,172 @@
+"""The command `warren` against a real cluster, as an operator uses it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pika
+import pytest
+
+from interceptors import ShardedChannel
+from sharding import ShardName
+from tests.cluster import Cluster, Node, wait_until
+from tests.machine import PROJECT
+from tests.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
+from tests.sharded import shards_in_broker as shards_of
+
+pytestmark = pytest.mark.cluster
+
+
+def warren(node: Node, *arguments: str, password: str = "guest") -> tuple[int, str]:
+    url = node.endpoint.amqp_url.replace("guest:guest", f"guest:{password}")
+    where = ["--url", url, "--management", node.management.url]
+    done = subprocess.run(
+        [sys.executable, "-m", "sharding.cli", *arguments, *where],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_policy_is_set_listed_shown_and_cleared(cluster: Cluster) -> None:
+    node, logical = cluster.nodes[0], fresh_queue()
+    code, said = warren(node, "policy", "set", logical, "--shards-per-node", "2")
+    assert (code, f"{logical}: 6 shards on 3 nodes" in said) == (0, True), said
+    _, listed = warren(node, "policy", "list", "--json")
+    assert {policy["name"] for policy in json.loads(listed)} >= {logical}
+
+    with raw_channel(node) as channel:
+        channel.basic_publish("", str(ShardName(logical, node.name, 1)), b"one")
+        channel.basic_consume(str(ShardName(logical, node.name, 0)), lambda *_: None)
+        _, shown = warren(node, "topology", logical, "--json")
+    rows = {row["shard"]: row for row in json.loads(shown)["shards"]}
+    assert set(rows) == set(shards_of(cluster, logical))
+    assert rows[str(ShardName(logical, node.name, 0))]["consumers"] == 1
+    assert rows[str(ShardName(logical, node.name, 1))]["messages"] == 1
+    assert sum(row["slots"] for row in rows.values()) == 16_384
+
+    assert warren(node, "policy", "clear", logical)[0] == 0
+    assert warren(node, "topology", logical)[0] == 0  # the shards stay
+    assert len(shards_of(cluster, logical)) == 6
+
+
+def test_deleted_shard_is_shown_and_made_again(cluster: Cluster) -> None:
+    node, logical = cluster.nodes[0], fresh_queue()
+    warren(node, "policy", "set", logical, "--shards-per-node", "1")
+    lost = str(ShardName(logical, cluster.nodes[1].name, 0))
+    with raw_channel(node) as channel:
+        channel.queue_delete(lost)
+    _, shown = warren(node, "topology", logical, "--json")
+    assert {row["shard"]: row["state"] for row in json.loads(shown)["shards"]}[lost] == "missing"
+    assert warren(node, "shards", "ensure", logical)[0] == 0
+    assert shards_of(cluster, logical)[lost] == cluster.nodes[1].name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["topology", "never-sharded"], "logical queue: must be one that is sharded"),
+        (["policy", "set", "amq.images", "--shards-per-node", "1"], "must not start with 'amq.'"),
+        (
+            ["policy", "set", "images", "--shards-per-node", "0"],
+            "policy.shards_per_node: must be 1",
+        ),
+        (["policy", "set", "p", "--pattern", "(", "--shards-per-node", "1"], "that compiles"),
+        (["policy", "clear", "never-set"], "policy: must be one that"),
+        (["adopt", "never-there"], "must have queues named 'sharding: never-there"),
+    ],
+)
+def test_mistake_is_one_sentence(cluster: Cluster, arguments: list[str], complaint: str) -> None:
+    code, said = warren(cluster.nodes[0], *arguments)
+    assert code == 1
+    assert complaint in said
+    assert "Traceback" not in said
+
+
+def test_wrong_password_is_said_without_the_password(cluster: Cluster) -> None:
+    code, said = warren(cluster.nodes[0], "policy", "list", password="c4nary")
+    assert code == 1
+    assert "c4nary" not in said
+    assert "Traceback" not in said
+
+
+@pytest.fixture(scope="module")
+def with_plugin(any_version: str) -> Iterator[Cluster]:
+    with Cluster.start(nodes=2, version=any_version, plugins=["rabbitmq_sharding"]) as running:
+        yield running
+
+
+def test_plugin_is_taken_over_with_its_queues_and_messages(with_plugin: Cluster) -> None:
+    node, logical = with_plugin.nodes[0], fresh_queue()
+    policy = {"pattern": f"^{logical}$", "definition": {"shards-per-node": 2}}
+    node.management.call("PUT", "policies", "/", logical, body={**policy, "apply-to": "exchanges"})
+    with raw_channel(node) as channel:
+        channel.exchange_declare(logical, "x-modulus-hash", durable=True)
+        wait_until(lambda: len(shards_of(with_plugin, logical)) == 4, 60)
+        made_by_plugin = shards_of(with_plugin, logical)
+        channel.confirm_delivery()
+        for number in range(50):
+            properties = pika.BasicProperties(delivery_mode=2)
+            channel.basic_publish(logical, f"user-{number}", b"old", properties)
+    wait_until(lambda: _messages(node, logical) == 50, 30)
+
+    code, said = warren(node, "adopt", logical)
+    assert code == 1
+    assert "phash2" in said
+    assert "--drain" in said
+    code, said = warren(node, "adopt", logical, "--yes")
+    assert code == 0, said
+    assert shards_of(with_plugin, logical) == made_by_plugin
+
+    with topology_of(with_plugin) as topology, connection_to(node) as connection:
+        channel_of_ours = ShardedChannel(connection.channel(), topology)
+        channel_of_ours.confirm_delivery()
+        for number in range(50):
+            channel_of_ours.basic_publish(logical, f"user-{number}", b"new")
+        shard_map = topology.shard_map(logical)
+        assert shard_map is not None
+        assert shard_map.exchange == f"warren: {logical}"
+        # The plugin's exchange still works for clients that have not changed over.
+        with raw_channel(node) as channel:
+            channel.basic_publish(logical, "user-1", b"old")
+        taken = drain(node, made_by_plugin)
+        assert {body for _, _, body in taken} == {b"old", b"new"}
+        for queue, key, body in taken:
+            if body == b"new":
+                assert shard_map.shard_of(key).name == queue
+
+        # The operator removes the exchange: from then on messages go under their own name.
+        with raw_channel(node) as channel:
+            channel.exchange_delete(logical)
+        node.management.call("DELETE", "policies", "/", logical)
+        assert topology.ensure(logical).shard_map.exchange == logical
+        channel_of_ours.basic_publish(logical, "user-1", b"own")
+        assert [body for _, _, body in drain(node, made_by_plugin)] == [b"own"]
+
+
+def _messages(node: Node, logical: str) -> int:
+    return sum(
+        queue.get("messages", 0)
+        for queue in node.management.get("queues", "/")
+        if queue["name"].startswith(f"sharding: {logical} - ")
+    )
+
+
+def test_adoption_waits_until_the_shards_are_drained(with_plugin: Cluster) -> None:
+    node, logical = with_plugin.nodes[0], fresh_queue()
+    shard = str(ShardName(logical, node.name, 0))
+    with raw_channel(node) as channel:
+        channel.queue_declare(shard, durable=True)
+        channel.basic_publish("", shard, b"old", pika.BasicProperties(delivery_mode=2))
+    wait_until(lambda: _messages(node, logical) == 1, 30)
+    code, said = warren(node, "adopt", logical, "--drain", "--timeout", "2")
+    assert code == 1
+    assert "must be gone within 2 s" in said
+    drain(node, [shard])
+    wait_until(lambda: _messages(node, logical) == 0, 30)
+    assert warren(node, "adopt", logical, "--drain", "--timeout", "30")[0] == 0
