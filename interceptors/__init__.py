@@ -1,12 +1,18 @@
 """Drop-in wrappers for pika and aio-pika channels that behave as the sharding plugin does."""
 
+from typing import TYPE_CHECKING, Any
+
 from interceptors.outcomes import Outcome, Report, Result
 from interceptors.pika_async import AsyncShardedChannel
 from interceptors.pika_blocking import ShardedChannel
 from interceptors.plan import Placement
 from interceptors.publisher import NotAllStored, PublisherClosed, ShardedPublisher, WindowFull
 
+if TYPE_CHECKING:
+    from interceptors.aio import AioShardedChannel
+
 __all__ = [
+    "AioShardedChannel",
     "AsyncShardedChannel",
     "NotAllStored",
     "Outcome",
@@ -18,3 +24,12 @@ __all__ = [
     "ShardedPublisher",
     "WindowFull",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # aio-pika is an extra, so its wrapper is loaded when it is asked for.
+    if name == "AioShardedChannel":
+        from interceptors.aio import AioShardedChannel
+
+        return AioShardedChannel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

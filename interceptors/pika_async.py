@@ -211,6 +211,9 @@ class AsyncShardedChannel(PublishingChannel):
                 return
 
             def counted(counts: dict[str, int | None]) -> None:
+                if not counts:  # each of them was deleted by somebody
+                    self._refuse(plan.no_shard(queue))
+                    return
                 shard = self._topology.claims.choose(counts)
                 if shard is None:
                     raise ShardUnavailable(
@@ -220,7 +223,10 @@ class AsyncShardedChannel(PublishingChannel):
 
             timeout = self._topology.options.answer_timeout + 1
             give = answered(
-                connection, timeout, {}, lambda counts: self._resume(lambda: counted(counts))
+                connection,
+                timeout,
+                dict.fromkeys(shards),
+                lambda counts: self._resume(lambda: counted(counts)),
             )
             self._topology.when_counted(
                 shards, lambda counts: on_loop(connection, lambda: give(counts))
@@ -306,6 +312,9 @@ class AsyncShardedChannel(PublishingChannel):
 
         def make_shards() -> None:
             check_policy()
+            known = topology.shard_map(exchange)
+            if known is not None and known.policy.durable != durable:
+                return  # the broker objects to the declaration that follows; nothing is changed
             if policy is not None:
                 topology.set_policy(policy)
             topology.ensure(exchange)

@@ -172,6 +172,7 @@ class PublishingChannel(DeferringChannel):
         self._check_open()
         shard_map = self._map(exchange)
         if shard_map is not None:
+            plan.check_key(shard_map, routing_key)
             self._check_available(shard_map, shard_map.shard_of(routing_key))
         if properties is not None:  # the application may use its own again at once
             properties = copy.copy(properties)

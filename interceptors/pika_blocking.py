@@ -346,6 +346,7 @@ class ShardedChannel:
         self._publish(shard_map.exchange, routing_key, body, plan.addressed(properties, now), True)
 
     def _shard_for(self, shard_map: ShardMap, routing_key: str) -> str:
+        plan.check_key(shard_map, routing_key)
         shard = shard_map.shard_of(routing_key)
         plan.check_available(shard_map, shard, self._topology.unavailable(shard.name))
         return shard.name
@@ -442,16 +443,15 @@ class ShardedChannel:
         """What the node writes into a reply-to; asked on a channel of its own."""
         returned: list[str | None] = []
         channel = self._channel.connection.channel()
-        channel.add_on_return_callback(
+        # Told as the frame comes in: events of a channel are dropped when it is closed.
+        _insides(channel)._impl.add_on_return_callback(
             lambda _, __, properties, ___: returned.append(properties.reply_to)
         )
         channel.basic_consume(REPLY_TO, lambda *_: None, auto_ack=True)
         channel.basic_publish(
             "", "warren.nobody", b"", pika.BasicProperties(reply_to=REPLY_TO), mandatory=True
         )
-        # Returned before the channel is closed in order, and kept by pika until it is dispatched.
         channel.close()
-        self._channel.connection.process_data_events(0)
         if not returned or returned[0] is None:
             raise Unreachable("the broker did not say which node it is; give node=…")
         return returned[0]

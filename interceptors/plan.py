@@ -76,7 +76,16 @@ def first_shard(shard_map: ShardMap, node: str | None) -> str | None:
     return next(iter(candidates(shard_map, node, Placement.LOCAL)), None)
 
 
+def check_key(shard_map: ShardMap, routing_key: str) -> None:
+    """Refuse a key that is a shard's name: shards are bound by name, so it would go twice."""
+    if routing_key.startswith("sharding: ") and any(
+        shard.name == routing_key for shard in shard_map.shards
+    ):
+        raise InvalidInput("routing_key", "must not be the name of a shard", routing_key)
+
+
 def check_available(shard_map: ShardMap, shard: Shard, unavailable: bool) -> None:
+    """Refuse a key whose shard is away: it is never sent to another one instead."""
     if unavailable:
         raise ShardUnavailable(
             f"the key belongs to {shard.name!r} on {shard.node}, which is away; try again later, "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +23,12 @@ _NO_BUSY_WAIT = "+sbwt none +sbwtdcpu none +sbwtdio none"
 
 
 def free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, outside the range from which connections take theirs."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((address, port))
+            return port
 
 
 def new_endpoint(record: folders.Record) -> Endpoint:

@@ -52,13 +52,23 @@ def _meant(kind: str, scenario: str) -> Transcript:
     * pika never hears the plugin's DeclareOk, as it carries another name than was asked for. Ours
       answers: with the name and the counts that the broker does send, and aio-pika does show.
     * Our exchange is a direct one, and the broker says so when it is declared as another type.
+    * aio-pika takes the name in the plugin's DeclareOk for the queue's, so all that is consumed
+      through the declared object comes from shard 0. Ours goes to the shard with fewest consumers.
+    * An aio-pika message's `channel` is aiormq's own. What is published through it passes by our
+      wrapper and is not sharded; `message.channel` can't be replaced without patching aio-pika.
     """
-    shard = "sharding: images - <connected> - 0"
+    shard, other = (f"sharding: images - <connected> - {index}" for index in (0, 1))
     if scenario == "exchange_declaring":
-        plugin = json.dumps(load()[kind][scenario]["another type"])
-        ours: Value = json.loads(plugin.replace("''x-modulus-hash''", "'direct'"))
-        return {"another type": ours}
+        plugin = json.dumps(load()[kind][scenario])
+        ours: Transcript = json.loads(plugin.replace("''x-modulus-hash''", "'direct'"))
+        return ours
     if kind not in PIKA:
+        if scenario == "consuming_from_the_declared":
+            return {"consumers": {shard: 1, other: 1}}
+        if scenario == "publishing_in_a_callback":
+            answers = load()[kind][scenario]["answers"]
+            assert isinstance(answers, list)
+            return {"answers": answers[:1]}
         return {}
     if scenario == "declaring":
         answer: Value = {"queue": shard, "messages": 2, "consumers": 0}

@@ -74,7 +74,7 @@ def test_deleted_shard_is_shown_and_made_again(cluster: Cluster) -> None:
         (["policy", "set", "amq.images", "--shards-per-node", "1"], "must not start with 'amq.'"),
         (
             ["policy", "set", "images", "--shards-per-node", "0"],
-            "policy.shards_per_node: must be 1",
+            "shards_per_node: must be 1",
         ),
         (["policy", "set", "p", "--pattern", "(", "--shards-per-node", "1"], "that compiles"),
         (["policy", "clear", "never-set"], "policy: must be one that"),
@@ -103,11 +103,9 @@ def with_plugin(any_version: str) -> Iterator[Cluster]:
 
 def test_plugin_is_taken_over_with_its_queues_and_messages(with_plugin: Cluster) -> None:
     node, logical = with_plugin.nodes[0], fresh_queue()
-    policy = {"pattern": f"^{logical}$", "definition": {"shards-per-node": 2}}
-    node.management.call("PUT", "policies", "/", logical, body={**policy, "apply-to": "exchanges"})
     with raw_channel(node) as channel:
         channel.exchange_declare(logical, "x-modulus-hash", durable=True)
-        wait_until(lambda: len(shards_of(with_plugin, logical)) == 4, 60)
+        wait_until(lambda: _plugin_has_made(with_plugin, logical), 60)
         made_by_plugin = shards_of(with_plugin, logical)
         channel.confirm_delivery()
         for number in range(50):
@@ -147,6 +145,23 @@ def test_plugin_is_taken_over_with_its_queues_and_messages(with_plugin: Cluster)
         assert topology.ensure(logical).shard_map.exchange == logical
         channel_of_ours.basic_publish(logical, "user-1", b"own")
         assert [body for _, _, body in drain(node, made_by_plugin)] == [b"own"]
+
+
+def _plugin_has_made(cluster: Cluster, logical: str) -> bool:
+    """Set the plugin's policy and see whether it made all shards.
+
+    On a cluster that has just started it sometimes makes those of one node only, and no more until
+    its policy is set anew (seen on 4.0.5).
+    """
+    body = {"pattern": f"^{logical}$", "definition": {"shards-per-node": 2}}
+    api = cluster.nodes[0].management
+    api.call("PUT", "policies", "/", logical, body={**body, "apply-to": "exchanges"})
+    try:
+        wait_until(lambda: len(shards_of(cluster, logical)) == 4, 5)
+    except TimeoutError:
+        api.call("DELETE", "policies", "/", logical)
+        return False
+    return True
 
 
 def _messages(node: Node, logical: str) -> int:

@@ -1,0 +1,345 @@
+"""`AioShardedChannel`: a drop-in for aio-pika's channels, plain and robust.
+
+Whatever is not in the table of `plan` is the wrapped channel's own. Queue and exchange objects are
+in `aio_objects`, what becomes of consumers in `aio_consumers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aio_pika.abc import AbstractChannel, AbstractRobustChannel, ExchangeType
+from aio_pika.exceptions import ChannelInvalidStateError, ChannelPreconditionFailed
+from aio_pika.tools import CallbackCollection
+
+from interceptors import plan
+from interceptors.aio_consumers import Consumers
+from interceptors.aio_objects import (
+    AskedReturns,
+    OnMessage,
+    Proxy,
+    ShardedExchange,
+    ShardedQueue,
+)
+from interceptors.aio_whereabouts import AioWhereabouts
+from interceptors.plan import Placement
+from sharding.errors import OutcomeUnknown, ShardUnavailable
+from sharding.shard_map import Route, ShardMap
+from sharding.topology import Topology
+
+logger = logging.getLogger("warren.channel")
+
+
+class AioShardedChannel(Proxy):
+    """An aio-pika channel for which a logical queue is one queue.
+
+    `confirm_timeout` bounds every wait for the broker that the application gives no timeout for;
+    after it the outcome is unknown. `node` says which node the connection is on where Warren can't
+    find out.
+    """
+
+    def __init__(
+        self,
+        channel: AbstractChannel,
+        topology: Topology,
+        *,
+        placement: Placement | str = Placement.LOCAL,
+        confirm_timeout: float = 30.0,
+        node: str | None = None,
+    ) -> None:
+        super().__init__(channel)
+        self._topology = topology
+        self._placement = Placement(placement)
+        self._confirm_timeout = confirm_timeout
+        self._robust = isinstance(channel, AbstractRobustChannel)
+        self._whereabouts = AioWhereabouts(topology, node)
+        self._topology_is_ready = False
+        self._background: set[asyncio.Future[None]] = set()
+        # Callbacks get this channel, not the wrapped one. The wrapped one knows them weakly.
+        self.close_callbacks: CallbackCollection[Any, Any] = CallbackCollection(self)
+        self.return_callbacks = AskedReturns(self)
+        channel.close_callbacks.add(self.close_callbacks, weak=True)
+        channel.return_callbacks.add(self.return_callbacks, weak=True)
+        self._consumers = Consumers(channel, topology, confirm_timeout)
+
+    def __await__(self) -> Generator[Any, Any, AioShardedChannel]:
+        yield from self._wrapped.__await__()
+        return self
+
+    async def __aenter__(self) -> AioShardedChannel:
+        await self._wrapped.__aenter__()
+        return self
+
+    async def __aexit__(self, *problem: Any) -> None:
+        await self.close(problem[1])
+
+    async def close(self, exc: Any = None) -> None:
+        self._consumers.end()
+        closing = asyncio.ensure_future(self._wrapped.close(exc))
+        try:
+            await asyncio.wait({closing}, timeout=self._confirm_timeout)
+        except asyncio.CancelledError:
+            closing.cancel()
+            raise
+        if closing.done():
+            closing.result()
+            return
+        # aiormq gives up after the heartbeat's timeout.
+        logger.warning("the broker did not close %r within %g s", self, self._confirm_timeout)
+        self._background.add(closing)
+        closing.add_done_callback(self._background.discard)
+
+    async def _shard_map(self, logical: str) -> ShardMap | None:
+        if not self._topology_is_ready:
+            # The first read of the log may take a while; from then on it is in memory.
+            await asyncio.to_thread(getattr, self._topology, "state")
+            self._topology_is_ready = True
+        return self._topology.shard_map(logical)
+
+    def explain(self, queue: str, key: str) -> Route | None:
+        """Slot, shard, node and epoch of a key; None if the name is not sharded."""
+        shard_map = self._topology.shard_map(queue)
+        return None if shard_map is None else shard_map.route(key)
+
+    @asynccontextmanager
+    async def _deadline(self, timeout: float | None) -> AsyncIterator[None]:
+        """The application's timeout as aio-pika keeps it; without one, our own."""
+        limit = self._confirm_timeout if timeout is None else timeout
+        try:
+            async with asyncio.timeout(limit):
+                yield
+        except TimeoutError:
+            if timeout is not None:
+                raise
+            raise OutcomeUnknown(
+                f"the broker did not answer within {limit:g} s (confirm_timeout)"
+            ) from None
+
+    # Queues
+
+    async def declare_queue(
+        self,
+        name: str | None = None,
+        *,
+        durable: bool = False,
+        exclusive: bool = False,
+        passive: bool = False,
+        auto_delete: bool = False,
+        arguments: Any = None,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> Any:
+        flags = {
+            "durable": durable,
+            "exclusive": exclusive,
+            "passive": passive,
+            "auto_delete": auto_delete,
+            "arguments": arguments,
+        }
+        shard_map = await self._shard_map(name) if name else None
+        if name is None or shard_map is None:
+            queue = await self._wrapped.declare_queue(name, **flags, timeout=timeout, **options)
+            return ShardedQueue(self, name, queue) if name else queue
+        kept = self._robust and options.get("robust", True)
+        if self._robust:
+            # aio-pika would declare the shard again at a reconnect, whatever node that leads to.
+            options["robust"] = False
+        async with self._deadline(timeout):
+            shard = plan.first_shard(shard_map, await self._here())
+            if shard is None:
+                await self._refuse(plan.no_shard(name))
+            queue = await self._wrapped.declare_queue(shard, **flags, **options)
+        return ShardedQueue(self, name, queue, kept=kept)
+
+    async def get_queue(self, name: str, *, ensure: bool = True) -> Any:
+        if ensure:
+            return await self.declare_queue(name, passive=True)
+        return ShardedQueue(self, name, await self._wrapped.get_queue(name, ensure=False))
+
+    async def queue_delete(
+        self,
+        queue_name: str,
+        timeout: float | None = None,
+        if_unused: bool = False,
+        if_empty: bool = False,
+        nowait: bool = False,
+    ) -> Any:
+        if await self._refuse_if_sharded("delete", queue_name, wait=not nowait):
+            return None
+        return await self._wrapped.queue_delete(queue_name, timeout, if_unused, if_empty, nowait)
+
+    async def _consume_least_used(
+        self,
+        shard_map: ShardMap,
+        wish: dict[str, Any],
+        tag: str | None,
+        timeout: float | None,
+        *,
+        kept: bool,
+    ) -> str:
+        """Consume from the least used shard, for the queue object of a logical name."""
+        async with self._deadline(timeout):
+            shard, shards = await self._claim(shard_map)
+            return await self._consumers.add(shard, shards, wish, tag, kept)
+
+    async def _release(self, consumer_tag: str) -> Any:
+        """The queue object to cancel a consumer of a shard with; None if it is no such consumer."""
+        return await self._consumers.release(consumer_tag)
+
+    async def _queue_to_read(self, shard_map: ShardMap) -> Any:
+        shard, _ = await self._claim(shard_map)
+        self._topology.claims.settle(shard)
+        return await self._consumers.queue_of(shard)
+
+    async def consume_all(self, queue: str, callback: OnMessage, no_ack: bool = False) -> list[str]:
+        """Consume from every shard, on whatever node, also from those that come later.
+
+        Returns the consumer tags of the shards that there are now and that answer.
+        """
+        if await self._shard_map(queue) is None:
+            found = await self.get_queue(queue, ensure=False)
+            return [await found.consume(callback, no_ack)]
+        wish = {"callback": callback, "no_ack": no_ack, "exclusive": False, "arguments": None}
+        async with self._deadline(None):
+            return await self._consumers.add_everywhere(queue, wish)
+
+    async def _here(self) -> str:
+        async with self._deadline(None):
+            return await self._whereabouts.node_of(self._wrapped)
+
+    async def _claim(self, shard_map: ShardMap) -> tuple[str, list[str]]:
+        """The shard with the fewest consumers, claimed, and all that may be consumed from."""
+        here = None if self._placement is Placement.ANY else await self._here()
+        shards = plan.candidates(shard_map, here, self._placement)
+        counts = await asyncio.to_thread(self._topology.consumer_counts, shards) if shards else {}
+        if not counts:
+            await self._refuse(plan.no_shard(shard_map.logical))
+        shard = self._topology.claims.choose(counts)
+        if shard is None:
+            raise ShardUnavailable(
+                f"no shard of {shard_map.logical!r} on {here or 'any node'} answered; try again "
+                "when it is back"
+            )
+        return shard, shards
+
+    # Exchanges
+
+    async def declare_exchange(
+        self,
+        name: str,
+        type: ExchangeType | str = ExchangeType.DIRECT,  # noqa: A002 - aio-pika's name for it
+        durable: bool = False,
+        auto_delete: bool = False,
+        internal: bool = False,
+        passive: bool = False,
+        arguments: Any = None,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> Any:
+        kind = getattr(type, "value", type)
+        sharded = kind == plan.EXCHANGE_TYPE
+        flags = {
+            **options,
+            "type": ExchangeType.DIRECT.value if sharded else kind,
+            "durable": durable,
+            "auto_delete": auto_delete,
+            "internal": internal,
+            "passive": passive,
+            "arguments": None if sharded else arguments,
+            "timeout": timeout,
+        }
+        shard_map = await self._shard_map(name)
+        if sharded and not passive:
+            if shard_map is not None:
+                # What is not equal to what is there is refused before the policy is changed.
+                await self._wrapped.declare_exchange(shard_map.exchange, **flags)
+            await self._ensure(name, arguments, durable)
+            shard_map = await self._shard_map(name)
+        target = name if shard_map is None else shard_map.exchange
+        return ShardedExchange(self, name, await self._wrapped.declare_exchange(target, **flags))
+
+    async def get_exchange(self, name: str, *, ensure: bool = True) -> Any:
+        if ensure:
+            return await self.declare_exchange(name, passive=True)
+        shard_map = await self._shard_map(name)
+        target = name if shard_map is None else shard_map.exchange
+        return ShardedExchange(self, name, await self._wrapped_exchange(target))
+
+    async def exchange_delete(
+        self,
+        exchange_name: str,
+        timeout: float | None = None,
+        if_unused: bool = False,
+        nowait: bool = False,
+    ) -> Any:
+        shard_map = await self._shard_map(exchange_name)
+        target = exchange_name if shard_map is None else shard_map.exchange
+
+        async def delete() -> Any:
+            return await self._wrapped.exchange_delete(target, timeout, if_unused, nowait)
+
+        return await self._stop_sharding(exchange_name, if_unused, delete)
+
+    async def _wrapped_exchange(self, name: str) -> Any:
+        return await self._wrapped.get_exchange(name, ensure=False)
+
+    async def _stop_sharding(
+        self, logical: str, if_unused: bool, delete: Callable[[], Awaitable[Any]]
+    ) -> Any:
+        """Delete the exchange of a logical name. The shards stay, with what is in them."""
+        sharded = await self._shard_map(logical) is not None
+        # Nobody shall publish to what is about to go; but an exchange in use may not go at all.
+        if sharded and not if_unused:
+            await asyncio.to_thread(self._topology.forget, logical)
+        answer = await delete()
+        if sharded and if_unused:
+            await asyncio.to_thread(self._topology.forget, logical)
+        return answer
+
+    async def _ensure(self, logical: str, arguments: Any, durable: bool) -> None:
+        policy = plan.policy_of_arguments(logical, arguments, durable)
+        if policy is not None:
+            await asyncio.to_thread(self._topology.set_policy, policy)
+        elif await asyncio.to_thread(self._topology.policy_for, logical) is None:
+            raise plan.need_policy(logical)
+        await asyncio.to_thread(self._topology.ensure, logical)
+
+    # Refusing
+
+    async def _refuse_if_sharded(self, verb: str, queue: str, *, wait: bool = True) -> bool:
+        """Close the channel with the plugin's 406; whether the call is refused, if not waited for.
+
+        A caller that waits for the broker's answer gets the error.
+        """
+        if await self._shard_map(queue) is None:
+            return False
+        await self._refuse(plan.refusal(verb, queue), wait=wait)
+        return True
+
+    async def _refuse(self, text: str, *, wait: bool = True) -> None:
+        """Let the broker close the channel with a genuine 406, and say the plugin's reason."""
+        async with self._deadline(None):
+            channel = await self._wrapped.get_underlay_channel()
+            closing: asyncio.Future[Any] = channel.closing
+            closing.add_done_callback(lambda closed: _give_reason(closed, text))
+            await channel.basic_ack(plan.NO_SUCH_DELIVERY, wait=False)
+            if not wait:
+                return
+            await asyncio.wait({closing})
+        problem = None if closing.cancelled() else closing.exception()
+        if isinstance(problem, Exception):
+            raise problem
+        # The whole connection was closed at the same moment, in order.
+        raise ChannelInvalidStateError(f"{self!r} closed")
+
+
+def _give_reason(closed: asyncio.Future[Any], text: str) -> None:
+    """aiormq hands the one exception to all who wait on the channel and to its callbacks."""
+    problem = None if closed.cancelled() else closed.exception()
+    ours = isinstance(problem, ChannelPreconditionFailed)
+    if problem is not None and ours and str(plan.NO_SUCH_DELIVERY) in str(problem):
+        problem.args = (text,)

@@ -1,0 +1,281 @@
+"""The consumers that a channel has on shards: placed, moved when a herd came, and kept.
+
+A consumer keeps its tag for life, whatever becomes of its place:
+
+* placed: on the shard with the fewest consumers when it came;
+* moved: for the first seconds the counts are looked at again, and where a herd came to one shard
+  some of it moves away (`sharding.consumers`); never an exclusive consumer;
+* kept: those of a robust channel's declared queues, and those of `consume_all`, are consumed again
+  on the same shard when they got lost with a connection or with the shard's node.
+
+aio-pika itself restores nothing here. It would declare the shard first, and a shard whose node is
+down would hold back all channels of a connection that found another node.
+
+Cancelling a call that waits for an answer makes aiormq close the channel. So a move is never
+cancelled: whoever ends a consumer waits for a move in progress, which has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from aio_pika.abc import AbstractRobustChannel
+from aio_pika.exceptions import AMQPError
+from aio_pika.tools import CallbackCollection
+
+from sharding.consumers import better_shard
+from sharding.errors import WarrenError
+from sharding.topology import Topology
+
+logger = logging.getLogger("warren.channel")
+
+_MOST_LOOKS = 20
+_LOOK_AGAIN = 5.0
+# RuntimeError: aiormq's ChannelInvalidStateError is one. OSError: also TimeoutError.
+_FAILURES = (AMQPError, OSError, RuntimeError, WarrenError)
+
+
+@dataclass(eq=False)
+class Consumer:
+    shard: str
+    wish: dict[str, Any]
+    """What it was asked for with: callback, no_ack, exclusive, arguments."""
+    tag: str | None
+    kept: bool
+    ended: bool = False
+    moving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    settling: asyncio.Task[None] | None = None
+
+    def settle_no_more(self) -> None:
+        if self.settling is not None and not self.moving.locked():
+            self.settling.cancel()
+
+
+@dataclass(eq=False)
+class Everywhere:
+    """A wish to consume from every shard, and the consumer of each shard seen so far."""
+
+    logical: str
+    wish: dict[str, Any]
+    consumers: dict[str, Consumer] = field(default_factory=dict)
+
+
+class Consumers:
+    """All consumers that one channel has on shards."""
+
+    def __init__(self, channel: Any, topology: Topology, answer_timeout: float) -> None:
+        self._channel = channel
+        self._topology = topology
+        self._answer_timeout = answer_timeout
+        self._by_tag: dict[str, Consumer] = {}
+        self._everywhere: list[Everywhere] = []
+        self._random = random.Random()
+        self._robust = isinstance(channel, AbstractRobustChannel)
+        self._ended = False
+        self._looking = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._unsubscribe: Callable[[], None] | None = None
+        # Held here and known to the channel weakly, so that neither keeps the other alive.
+        self._callbacks: list[CallbackCollection[Any, Any]] = []
+        self._hear(channel.close_callbacks, self._on_close)
+        if self._robust:
+            self._hear(channel.reopen_callbacks, lambda *_: self._wake.set())
+
+    def _hear(self, of: Any, callback: Callable[..., Any]) -> None:
+        mine: CallbackCollection[Any, Any] = CallbackCollection(self)
+        mine.add(callback)
+        of.add(mine, weak=True)
+        self._callbacks.append(mine)
+
+    # Placing
+
+    async def add(
+        self, shard: str, shards: list[str], wish: dict[str, Any], tag: str | None, kept: bool
+    ) -> str:
+        """A consumer on a shard that was claimed for it, one of those that it may move to."""
+        consumer = Consumer(shard, wish, tag, kept)
+        try:
+            placed = await self._place(consumer)
+        finally:
+            self._topology.claims.settle(shard)
+        if not wish["exclusive"] and len(shards) > 1:
+            consumer.settling = asyncio.create_task(self._settle(consumer, shards))
+        if kept:
+            self._keep()
+        return placed
+
+    async def add_everywhere(self, logical: str, wish: dict[str, Any]) -> list[str]:
+        """Consume from every shard, also from those that come later, or come back."""
+        if self._unsubscribe is None:
+            loop = asyncio.get_running_loop()
+
+            def on_change(*_: Any) -> None:
+                with suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(self._wake.set)
+
+            self._unsubscribe = self._topology.subscribe(on_change)
+        new = Everywhere(logical, wish)
+        self._everywhere.append(new)
+        self._keep()
+        await self._look_after()
+        return [each.tag for each in new.consumers.values() if each.tag is not None]
+
+    async def queue_of(self, shard: str) -> Any:
+        """aio-pika's object for a shard. Not declared: the manager does that."""
+        return await self._channel.get_queue(shard, ensure=False)
+
+    async def _place(self, consumer: Consumer) -> str:
+        queue = await self.queue_of(consumer.shard)
+        tag: str = await queue.consume(consumer_tag=consumer.tag, **consumer.wish)
+        consumer.tag = tag
+        self._by_tag[tag] = consumer
+        return tag
+
+    async def release(self, tag: str) -> Any:
+        """Forget a consumer that is to be cancelled; the queue object to cancel it with, if any."""
+        consumer = self._by_tag.pop(tag, None)
+        if consumer is None:
+            return None
+        consumer.ended = True
+        consumer.settle_no_more()
+        async with consumer.moving:
+            return await self.queue_of(consumer.shard)
+
+    # Moving
+
+    async def _settle(self, consumer: Consumer, shards: list[str]) -> None:
+        for _ in range(_MOST_LOOKS):
+            await asyncio.sleep(self._random.uniform(0.1, 0.5))
+            try:
+                counts = await asyncio.to_thread(self._topology.consumer_counts, shards)
+                target = better_shard(consumer.shard, counts, self._random)
+                if target is not None:
+                    await self._move(consumer, target)
+            except _FAILURES as error:
+                logger.debug("a consumer stays on %r: %s", consumer.shard, error)
+                return
+            answering = [count for count in counts.values() if count is not None]
+            if consumer.ended or not answering or max(answering) - min(answering) < 2:
+                return
+
+    async def _move(self, consumer: Consumer, target: str) -> None:
+        async with consumer.moving:
+            if consumer.ended or not await self._is_consuming(consumer):
+                return
+            logger.info("moving a consumer from %r to %r, which has fewer", consumer.shard, target)
+            queue = await self.queue_of(consumer.shard)
+            async with asyncio.timeout(self._answer_timeout):
+                # What is delivered until the broker says cancel-ok still reaches the callback.
+                await queue.cancel(consumer.tag)
+                consumer.shard = target
+                await self._place(consumer)
+
+    async def _is_consuming(self, consumer: Consumer) -> bool:
+        if self._channel.is_closed:
+            return False
+        async with asyncio.timeout(self._answer_timeout):
+            return consumer.tag in (await self._channel.get_underlay_channel()).consumers
+
+    # Keeping
+
+    def _keep(self) -> None:
+        if self._keeper is None and not self._ended:
+            self._keeper = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        failures = 0
+        while not self._is_over():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_AGAIN):
+                    await self._wake.wait()
+            self._wake.clear()
+            if await self._restored():
+                failures = 0
+            else:
+                failures += 1
+                await asyncio.sleep(self._random.uniform(0.1, min(0.2 * 2**failures, 5.0)))
+                self._wake.set()
+        self.end()
+
+    async def _restored(self) -> bool:
+        try:
+            await self._look_after()
+        except _FAILURES as error:
+            logger.debug("consumers could not be restored yet: %s", error)
+            return False
+        except asyncio.CancelledError:
+            # aiormq rejects with it what waits on a connection that closes; then we are not meant.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return False
+        return True
+
+    async def _look_after(self) -> None:
+        """Place every consumer that should be there and is not, where its shard answers."""
+        async with self._looking:
+            if self._channel.is_closed:
+                return
+            self._add_new_shards()
+            wanted = set(self._by_tag.values())
+            for each in self._everywhere:
+                wanted.update(each.consumers.values())
+            missing = [
+                consumer
+                for consumer in wanted
+                if consumer.kept and not consumer.ended and not await self._is_consuming(consumer)
+            ]
+            if not missing:
+                return
+            shards = {consumer.shard for consumer in missing}
+            counts = await asyncio.to_thread(self._topology.consumer_counts, shards)
+            for consumer in missing:
+                async with consumer.moving:
+                    answers = counts.get(consumer.shard) is not None
+                    if answers and not consumer.ended and not await self._is_consuming(consumer):
+                        async with asyncio.timeout(self._answer_timeout):
+                            await self._place(consumer)
+
+    def _add_new_shards(self) -> None:
+        for each in self._everywhere:
+            shard_map = self._topology.shard_map(each.logical)
+            for shard in shard_map.shards if shard_map else ():
+                if shard.name not in each.consumers:
+                    new = Consumer(shard.name, each.wish, tag=None, kept=True)
+                    each.consumers[shard.name] = new
+
+    # Ending
+
+    def end(self) -> None:
+        """The application closes the channel: nothing is moved or restored any more."""
+        self._ended = True
+        self._wake.set()
+        for consumer in self._by_tag.values():
+            consumer.ended = True
+            consumer.settle_no_more()
+        self._by_tag.clear()
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+
+    def _is_over(self) -> bool:
+        if self._ended or not self._robust:
+            return self._ended or bool(self._channel.is_closed)
+        connection = self._channel._connection
+        return bool(connection.is_closed or connection.close_called)
+
+    def _on_close(self, *_: Any) -> None:
+        """The channel is gone, for a while at least: what is restored stays where it was."""
+        for tag, consumer in list(self._by_tag.items()):
+            consumer.settle_no_more()
+            if not consumer.kept or not self._robust:
+                consumer.ended = True
+                del self._by_tag[tag]
+        self._wake.set()

@@ -1,0 +1,296 @@
+"""What `AioShardedChannel` hands out: queue and exchange objects for logical names.
+
+Each wraps aio-pika's own object, plain or robust, and behaves as that one wherever it does not
+intercept. Whether a name is sharded is asked at each call, as the broker's plugin does, and not
+when the object is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import aiormq.abc
+from aio_pika.exceptions import DeliveryError, PublishError
+from aio_pika.tools import STUB_AWAITABLE, CallbackCollection
+
+from interceptors import plan
+from sharding.errors import OutcomeUnknown, ShardUnavailable
+from sharding.shard_map import ShardMap
+
+if TYPE_CHECKING:
+    from interceptors.aio import AioShardedChannel
+
+OnMessage = Callable[[Any], Awaitable[Any]]
+
+
+class Proxy:
+    """Behaves as the wrapped object, to `isinstance` too, where a subclass does not intercept.
+
+    aio-pika dispatches on the class of what it is given (`queue.bind(exchange)`), so that a plain
+    stand-in would be refused.
+    """
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._wrapped)
+
+    def __str__(self) -> str:
+        return str(self._wrapped)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._wrapped!r}>"
+
+
+class AskedReturns(CallbackCollection[Any, [Any]]):
+    """Return callbacks that do not hear of messages which the application did not ask back.
+
+    Warren publishes every message as mandatory; `unasked` holds the ids of those that the
+    application did not, while they are on their way.
+    """
+
+    __slots__ = ("unasked",)
+
+    def __init__(self, sender: Any) -> None:
+        super().__init__(sender)
+        self.unasked: set[str] = set()
+
+    def __call__(self, message: Any) -> Awaitable[Any]:
+        return STUB_AWAITABLE if message.message_id in self.unasked else super().__call__(message)
+
+
+class ShardedQueue(Proxy):
+    """A queue by its logical name. The wrapped queue is the one that a declaration stands for."""
+
+    def __init__(
+        self, owner: AioShardedChannel, logical: str, wrapped: Any, *, kept: bool = False
+    ) -> None:
+        super().__init__(wrapped)
+        self._owner = owner
+        self._logical = logical
+        self._kept = kept
+
+    @property
+    def channel(self) -> AioShardedChannel:
+        return self._owner
+
+    async def consume(
+        self,
+        callback: OnMessage,
+        no_ack: bool = False,
+        exclusive: bool = False,
+        arguments: Any = None,
+        consumer_tag: str | None = None,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> str:
+        shard_map = await self._owner._shard_map(self._logical)
+        if shard_map is None:
+            tag: str = await self._wrapped.consume(
+                callback, no_ack, exclusive, arguments, consumer_tag, timeout, **options
+            )
+            return tag
+        wish = {
+            "callback": callback,
+            "no_ack": no_ack,
+            "exclusive": exclusive,
+            "arguments": arguments,
+        }
+        kept = self._kept and options.get("robust", True)
+        return await self._owner._consume_least_used(
+            shard_map, wish, consumer_tag, timeout, kept=kept
+        )
+
+    async def cancel(
+        self, consumer_tag: str, timeout: float | None = None, nowait: bool = False
+    ) -> Any:
+        queue = await self._owner._release(consumer_tag) or self._wrapped
+        return await queue.cancel(consumer_tag, timeout, nowait)
+
+    async def get(
+        self, *, no_ack: bool = False, fail: bool = True, timeout: float | None = 5
+    ) -> Any:
+        shard_map = await self._owner._shard_map(self._logical)
+        if shard_map is None:
+            return await self._wrapped.get(no_ack=no_ack, fail=fail, timeout=timeout)
+        async with self._owner._deadline(timeout):
+            queue = await self._owner._queue_to_read(shard_map)
+            return await queue.get(no_ack=no_ack, fail=fail, timeout=None)
+
+    def iterator(self, **options: Any) -> Any:
+        # The wrapped queue's own kind of iterator, but it consumes and cancels through this object.
+        return type(self._wrapped).iterator(self, **options)
+
+    def __aiter__(self) -> Any:
+        return self.iterator()
+
+    async def bind(self, *arguments: Any, **options: Any) -> Any:
+        await self._owner._refuse_if_sharded("bind", self._logical)
+        return await self._wrapped.bind(*arguments, **options)
+
+    async def unbind(self, *arguments: Any, **options: Any) -> Any:
+        await self._owner._refuse_if_sharded("unbind", self._logical)
+        return await self._wrapped.unbind(*arguments, **options)
+
+    async def purge(self, no_wait: bool = False, timeout: float | None = None) -> Any:
+        if await self._owner._refuse_if_sharded("purge", self._logical, wait=not no_wait):
+            return None
+        return await self._wrapped.purge(no_wait, timeout)
+
+    async def delete(self, **options: Any) -> Any:
+        await self._owner._refuse_if_sharded("delete", self._logical)
+        return await self._wrapped.delete(**options)
+
+
+class ShardedExchange(Proxy):
+    """An exchange by its logical name: what is published goes to the key's shard."""
+
+    def __init__(self, owner: AioShardedChannel, logical: str, wrapped: Any) -> None:
+        super().__init__(wrapped)
+        self._owner = owner
+        self._logical = logical
+
+    @property
+    def channel(self) -> AioShardedChannel:
+        return self._owner
+
+    async def publish(
+        self,
+        message: Any,
+        routing_key: str,
+        *,
+        mandatory: bool = True,
+        immediate: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        shard_map = await self._owner._shard_map(self._logical)
+        if shard_map is None:
+            return await self._wrapped.publish(
+                message, routing_key, mandatory=mandatory, immediate=immediate, timeout=timeout
+            )
+        sending = _Sending(self, message, routing_key, mandatory, immediate)
+        try:
+            async with self._owner._deadline(timeout):
+                result = await sending.to_shard_in(shard_map)
+                if mandatory or not _came_back(result):
+                    return result
+                return await self._publish_again(sending, shard_map)
+        except OutcomeUnknown:
+            # So that the next ones to this shard are told at once, if it is away.
+            sending.suspect()
+            raise
+
+    async def _publish_again(self, sending: _Sending, shard_map: ShardMap) -> Any:
+        """A return that the application did not ask for: the map may be old, so look again."""
+        await asyncio.to_thread(self._owner._topology.refresh)
+        fresh = await self._owner._shard_map(self._logical)
+        if fresh is not None and fresh != shard_map:
+            result = await sending.to_shard_in(fresh)
+            if not _came_back(result):
+                return result
+        raise ShardUnavailable(
+            f"{sending.shard!r} is not bound to the exchange {self._logical!r}, nothing was "
+            "stored; 'warren shards ensure' makes it again"
+        )
+
+    async def delete(self, if_unused: bool = False, timeout: float | None = None) -> Any:
+        async def delete() -> Any:
+            return await self._wrapped.delete(if_unused, timeout)
+
+        return await self._owner._stop_sharding(self._logical, if_unused, delete)
+
+    async def exchange_of(self, shard_map: ShardMap) -> Any:
+        """aio-pika's object for the exchange that the shards are bound to."""
+        if self._wrapped.name == shard_map.exchange:
+            return self._wrapped
+        return await self._owner._wrapped_exchange(shard_map.exchange)
+
+
+class _Sending:
+    """One message on its way to a shard."""
+
+    def __init__(
+        self,
+        exchange: ShardedExchange,
+        message: Any,
+        routing_key: str,
+        mandatory: bool,
+        immediate: bool,
+    ) -> None:
+        self._exchange = exchange
+        self._owner = exchange.channel
+        self._message = message
+        self._routing_key = routing_key
+        self._mandatory = mandatory
+        self._immediate = immediate
+        self.shard: str | None = None
+
+    async def to_shard_in(self, shard_map: ShardMap) -> Any:
+        """Publish with confirms as aio-pika does them.
+
+        What came back is the result; it is raised only to an application that asked for both.
+        """
+        if "table" not in vars(shard_map):
+            # Built once for each map, which takes about 0.1 s: not on the loop.
+            await asyncio.to_thread(getattr, shard_map, "table")
+        plan.check_key(shard_map, self._routing_key)
+        shard = shard_map.shard_of(self._routing_key)
+        away = self._owner._topology.unavailable(shard.name)
+        plan.check_available(shard_map, shard, away)
+        self.shard = shard.name
+        sent = _Addressed(self._message, shard.name)
+        exchange = await self._exchange.exchange_of(shard_map)
+        unasked = self._owner.return_callbacks.unasked
+        if not self._mandatory:
+            unasked.add(sent.properties.message_id)
+        try:
+            result = await exchange.publish(
+                sent, self._routing_key, mandatory=True, immediate=self._immediate
+            )
+        except PublishError as error:
+            self.suspect()
+            if self._mandatory:
+                raise
+            return error.message
+        except DeliveryError:
+            self.suspect()
+            raise
+        finally:
+            unasked.discard(sent.properties.message_id)
+        if _came_back(result):
+            self.suspect()
+        return result
+
+    def suspect(self) -> None:
+        """Have the shard looked at; until it answers it counts as away."""
+        if self.shard is not None:
+            self._owner._topology.suspect(self.shard)
+
+
+class _Addressed:
+    """A message with the shard's name added as a blind copy; the application's is left alone.
+
+    The broker routes by BCC as by the routing key and removes it (see `plan.addressed`).
+    """
+
+    def __init__(self, message: Any, shard: str) -> None:
+        self.body = message.body
+        self.properties = copy.copy(message.properties)
+        headers = dict(self.properties.headers or {})
+        headers["BCC"] = [*headers.get("BCC", ()), shard]
+        self.properties.headers = headers
+        # aiormq would add one, by which it recognises what is returned; so do we.
+        self.properties.message_id = self.properties.message_id or uuid.uuid4().hex
+
+
+def _came_back(result: Any) -> bool:
+    return isinstance(result, aiormq.abc.DeliveredMessage)

@@ -1,0 +1,183 @@
+"""What the wrapped blocking channel does beyond the plugin; what they share is in conformance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pika
+import pytest
+from pika.adapters.blocking_connection import BlockingConnection
+from pika.exceptions import UnroutableError
+
+from interceptors import Placement, ShardedChannel
+from sharding import InvalidInput, Policy, ShardMap, ShardUnavailable, Topology
+from tests.cluster import Cluster, wait_until
+from tests.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def topology(cluster: Cluster) -> Iterator[Topology]:
+    with topology_of(cluster) as opened:
+        yield opened
+
+
+@pytest.fixture
+def connection(cluster: Cluster) -> Iterator[BlockingConnection]:
+    with connection_to(cluster.nodes[0]) as opened:
+        yield opened
+
+
+@pytest.fixture
+def images(topology: Topology) -> Iterator[ShardMap]:
+    logical = fresh_queue()
+    topology.set_policy(Policy.exactly(logical, 2, name=logical))
+    yield topology.ensure(logical).shard_map
+    topology.forget(logical)
+    topology.clear_policy(logical)
+
+
+def pump_until(
+    connection: BlockingConnection, condition: Callable[[], object], timeout: float = 20
+) -> None:
+    def pumped() -> object:
+        connection.process_data_events(0.05)
+        return condition()
+
+    wait_until(pumped, timeout)
+
+
+def test_connection_through_a_balancer_knows_its_node(
+    cluster: Cluster, topology: Topology, images: ShardMap
+) -> None:
+    balancer = cluster.balancer()
+    try:
+        for _ in range(3):
+            parameters = pika.URLParameters(balancer.endpoint.amqp_url)
+            with pika.BlockingConnection(parameters) as connection:
+                channel = ShardedChannel(connection.channel(), topology)
+                declared = channel.queue_declare(images.logical, durable=True).method.queue
+                # Who answers a connection through the balancer, asked of the management API.
+                tag = channel.basic_consume(images.logical, lambda *_: None, consumer_tag="here")
+                assert tag == "here"
+                wait_until(lambda: _node_of_consumer(cluster, "here") is not None, 20)
+                node = _node_of_consumer(cluster, "here")
+                assert declared == f"sharding: {images.logical} - {node} - 0"
+    finally:
+        balancer.stop()
+
+
+def _node_of_consumer(cluster: Cluster, tag: str) -> str | None:
+    for consumer in cluster.nodes[0].management.get("consumers"):
+        if consumer["consumer_tag"] == tag:
+            return str(consumer["channel_details"]["node"])
+    return None
+
+
+def test_one_call_consumes_every_shard_also_later_ones(
+    cluster: Cluster, topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    seen: set[bytes] = set()
+    channel = ShardedChannel(connection.channel(), topology)
+    tags = channel.basic_consume_all(
+        images.logical, lambda _, __, ___, body: seen.add(body), auto_ack=True
+    )
+    assert len(tags) == 6
+    topology.set_policy(Policy.exactly(images.logical, 3, name=images.logical))
+    grown = topology.ensure(images.logical).shard_map
+    assert len(grown.shards) == 9
+    pump_until(connection, lambda: len(channel.consumer_tags) == 9)
+    with raw_channel(cluster.nodes[1]) as publisher:
+        for shard in grown.shards:
+            publisher.basic_publish("", shard.name, shard.name.encode())
+    pump_until(connection, lambda: len(seen) == 9)
+
+
+def test_placement_any_reaches_shards_of_other_nodes(
+    topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    channel = ShardedChannel(connection.channel(), topology, placement=Placement.ANY)
+    for _ in range(6):
+        channel.basic_consume(images.logical, lambda *_: None)
+    counts = topology.consumer_counts([shard.name for shard in images.shards])
+    assert set(counts.values()) == {1}
+
+
+def test_return_nobody_asked_for_does_not_reach_the_application(
+    cluster: Cluster, topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    returned: list[bytes] = []
+    channel = ShardedChannel(connection.channel(), topology)
+    channel.add_on_return_callback(lambda _, __, ___, body: returned.append(body))
+    with raw_channel(cluster.nodes[0]) as raw:
+        for shard in images.shards:
+            raw.queue_unbind(shard.name, images.exchange, shard.name)
+    channel.basic_publish(images.logical, "user-1", b"not asked for")
+    channel.basic_publish(images.logical, "user-1", b"asked for", mandatory=True)
+    pump_until(connection, lambda: returned)
+    assert returned == [b"asked for"]
+
+
+def test_unroutable_message_is_an_error_also_without_mandatory(
+    cluster: Cluster, topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    channel = ShardedChannel(connection.channel(), topology)
+    channel.confirm_delivery()
+    shard = images.shard_of("user-1")
+    with raw_channel(cluster.nodes[0]) as raw:
+        raw.queue_delete(shard.name)
+    with pytest.raises(ShardUnavailable, match="warren shards ensure"):
+        channel.basic_publish(images.logical, "user-1", b"x")
+    wait_until(lambda: topology.unavailable(shard.name), 5)
+    topology.ensure(images.logical)
+    wait_until(lambda: not topology.unavailable(shard.name), 10)
+    channel.basic_publish(images.logical, "user-1", b"x")
+    with pytest.raises(UnroutableError):
+        channel.basic_publish("amq.direct", "nobody", b"x", mandatory=True)
+
+
+def test_transaction_publishes_on_commit(
+    cluster: Cluster, topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    shards = [shard.name for shard in images.shards]
+    channel = ShardedChannel(connection.channel(), topology)
+    channel.tx_select()
+    channel.basic_publish(images.logical, "user-1", b"dropped")
+    channel.tx_rollback()
+    channel.basic_publish(images.logical, "user-1", b"kept")
+    channel.tx_commit()
+    home = images.shard_of("user-1").name
+    assert drain(cluster.nodes[0], shards) == [(home, "user-1", b"kept")]
+
+
+def test_key_that_is_the_name_of_a_shard_is_refused(
+    topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    channel = ShardedChannel(connection.channel(), topology)
+    with pytest.raises(InvalidInput, match="routing_key: must not be the name of a shard"):
+        channel.basic_publish(images.logical, images.shards[0].name, b"x")
+
+
+def test_maps_from_code_or_a_file_need_no_log(
+    cluster: Cluster, connection: BlockingConnection, images: ShardMap
+) -> None:
+    fixed = ShardMap.loads(images.dumps())
+    with Topology(cluster.nodes[0].endpoint.amqp_url, maps=[fixed]) as topology:
+        channel = ShardedChannel(connection.channel(), topology)
+        channel.confirm_delivery()
+        channel.basic_publish(images.logical, "user-1", b"x")
+        home = images.shard_of("user-1").name
+        assert drain(cluster.nodes[0], [home]) == [(home, "user-1", b"x")]
+        channel.basic_consume(images.logical, lambda *_: None)
+        with pytest.raises(InvalidInput, match="maps: must not be given"):
+            topology.set_policy(Policy.exactly("other", 1, name="other"))
+
+
+def test_wrapping_a_channel_that_confirms_already_is_refused(
+    topology: Topology, connection: BlockingConnection
+) -> None:
+    channel = connection.channel()
+    channel.confirm_delivery()
+    with pytest.raises(InvalidInput, match="wrapped before confirm_delivery"):
+        ShardedChannel(channel, topology)
