@@ -5,7 +5,7 @@ NODES ?= 3
 VERSION ?= 4.0
 RUN := .venv/bin/
 
-.PHONY: demo test lint matrix bench up down status ready
+.PHONY: demo test lint matrix bench faults up down status ready
 
 demo: ready
 	$(RUN)python -m examples.demo
@@ -27,6 +27,12 @@ matrix: lint
 
 bench: ready
 	$(RUN)python -m benchmarks.slots
+	$(RUN)python -m benchmarks.channel
+	$(RUN)python -m benchmarks.publisher
+
+# A minute of publishing for each fault, on both versions.
+faults: ready
+	WARREN_FAULT_SECONDS=60 $(RUN)pytest tests/faults -s
 
 up: ready
 	$(RUN)python -m tests.cluster up $(NAME) --nodes $(NODES) --version $(VERSION)

@@ -294,11 +294,13 @@ def node_token(reply_to: str) -> str:
     return pid[start : start + length].decode()
 
 
-def _abort(connection: AsyncioConnection) -> None:
-    """Drop the socket of a connection that does not answer."""
-    transport = getattr(connection, "_transport", None)
-    if transport is not None:
-        transport.abort()
+def _abort(connection: Any) -> None:
+    """Drop the socket of a connection that does not answer.
+
+    pika's own end of a stream: it wants a reason, or an assertion of its fails later on the loop.
+    """
+    if not connection.is_closed:
+        connection._terminate_stream(pika.exceptions.AMQPError("given up"))
 
 
 def _where(parameters: pika.ConnectionParameters) -> str:

@@ -26,6 +26,8 @@ from sharding.shard_map import Address, Node, Shard, ShardMap
 logger = logging.getLogger("warren.topology")
 
 _NOT_TRIED = "not connected yet"
+# Wrong credentials, and a virtual host that is missing or closed to the user.
+_DENIALS = ("ACCESS_REFUSED", "NOT_ALLOWED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class ControlPlane:
         self.session: Session | None = None
         self.validated_at: float | None = None
         self.problem: str = _NOT_TRIED
+        self.denied = False
+        """Whether every node has refused this user; waiting would not help."""
         self.down_nodes: set[str] = set()
         self.away: dict[str, asyncio.Task[None]] = {}
         self._connected = asyncio.Event()
@@ -99,18 +103,22 @@ class ControlPlane:
         """Hold a connection to a node that has the log; go to the next one when it is lost."""
         attempt = 0
         while True:
-            for parameters in await self._addresses():
+            denials = 0
+            addresses = await self._addresses()
+            for parameters in addresses:
                 try:
                     session = await self._attach(parameters)
                 except (RemoteError, TimeoutError, OSError) as error:
                     self.problem = _sentence(error)
                     logger.debug("no map log through %s: %s", parameters.host, self.problem)
                     self._failed.add((parameters.host, parameters.port))
+                    denials += any(word in self.problem for word in _DENIALS)
                     continue
                 attempt = 0
                 self._failed.clear()
                 await self._serve(session)
                 break
+            self.denied = denials == len(addresses)
             attempt += 1
             await asyncio.sleep(random.uniform(0.1, min(0.25 * 2**attempt, 5.0)))
 

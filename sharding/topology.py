@@ -119,10 +119,16 @@ class Topology:
 
     def wait_until_ready(self, timeout: float) -> None:
         """Wait until the log has been read once; `Unreachable` says why it was not."""
-        if self._fixed is None and not self._ready.wait(timeout):
-            raise Unreachable(
-                f"the map log could not be read within {timeout:g} s: {self._plane.problem}"
-            )
+        if self._fixed is not None:
+            return
+        deadline = time.monotonic() + timeout
+        while not self._ready.wait(0.1):
+            if self._plane.denied:
+                raise Unreachable(f"every broker refuses this user: {self._plane.problem}")
+            if time.monotonic() > deadline:
+                raise Unreachable(
+                    f"the map log could not be read within {timeout:g} s: {self._plane.problem}"
+                )
 
     def shard_map(self, logical: str) -> ShardMap | None:
         return self.state.maps.get(logical)
