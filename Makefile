@@ -4,6 +4,8 @@ NAME ?= warren
 NODES ?= 3
 VERSION ?= 4.0
 RUN := .venv/bin/
+# Two files at a time: much of a test's time is a broker that boots.
+PYTEST := $(RUN)pytest --numprocesses 2 --dist loadfile
 
 .PHONY: demo test lint matrix bench faults up down status ready
 
@@ -11,7 +13,7 @@ demo: ready
 	$(RUN)python -m examples.demo
 
 test: lint
-	$(RUN)pytest
+	$(PYTEST)
 
 lint: ready
 	$(RUN)ruff check
@@ -22,7 +24,7 @@ lint: ready
 # The whole suite on every broker version; sid's 4.3 moves, so it is not part of `make test`.
 matrix: lint
 	for version in 3.10 4.0 4.3; do \
-	  echo "== RabbitMQ $$version"; $(RUN)pytest --broker-version $$version || exit 1; \
+	  echo "== RabbitMQ $$version"; $(PYTEST) --broker-version $$version || exit 1; \
 	done
 
 bench: ready

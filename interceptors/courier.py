@@ -113,6 +113,14 @@ class Courier:
         add = self._ledger.add
         return {add(message) for message in self._publisher._take_inbox()}
 
+    def _follow_exchange(self, shard_map: ShardMap) -> None:
+        """A map may be led by another exchange: when the plugin's was removed, say."""
+        exchange = shard_map.exchange if self._publisher._by_exchange else ""
+        if exchange != self._exchange:
+            self._exchange = exchange
+            for link in self._links.values():
+                link.exchange = exchange
+
     def _on_mark(self) -> None:
         self._on_wake()
         self._ledger.mark()
@@ -126,6 +134,7 @@ class Courier:
             shard_map = None  # whoever publishes next is told; what waits keeps its shard
         if shard_map is not None:
             self._ledger.follow(shard_map)
+            self._follow_exchange(shard_map)
         now = time.monotonic()
         self._ledger.expire(now, lambda node: self._link(node).trouble or "the node is slow")
         for node, link in self._links.items():

@@ -121,7 +121,7 @@ class NodeLink:
         self.channel: Channel | None = None
         self._loop = loop
         self._parameters = parameters
-        self._exchange = exchange
+        self.exchange = exchange
         self._owner = owner
         self._failures = 0
         self._untried: list[pika.ConnectionParameters] = []
@@ -214,9 +214,9 @@ class NodeLink:
     def _on_confirm_mode(self) -> None:
         # Publishing to an exchange that is not there would end the channel and leave everything
         # in flight unknown. Asking first costs one round trip and lets it be refused instead.
-        if self._exchange and self.channel is not None:
+        if self.exchange and self.channel is not None:
             self.channel.exchange_declare(
-                self._exchange, passive=True, callback=lambda _: self._opened()
+                self.exchange, passive=True, callback=lambda _: self._opened()
             )
         else:
             self._opened()

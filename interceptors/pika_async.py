@@ -349,7 +349,15 @@ class AsyncShardedChannel(PublishingChannel):
                 return
             target = shard_map.exchange
             forget = functools.partial(self._topology.forget, shard_map.logical)
-            delete = functools.partial(self._channel.exchange_delete, target, if_unused, callback)
-            self._after(forget, delete)(done)
+            if not if_unused:
+                delete = functools.partial(self._channel.exchange_delete, target, False, callback)
+                self._after(forget, delete)(done)
+                return
+
+            def deleted(frame: Any) -> None:
+                self._after(forget, lambda: callback(frame) if callback else None)(done)
+
+            # The broker may refuse it, and then the name has to stay sharded.
+            self._channel.exchange_delete(target, True, deleted)
 
         self._order.run(step)

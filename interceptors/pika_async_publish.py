@@ -172,8 +172,8 @@ class PublishingChannel(DeferringChannel):
         self._check_open()
         shard_map = self._map(exchange)
         if shard_map is not None:
-            plan.check_key(shard_map, routing_key)
             self._check_available(shard_map, shard_map.shard_of(routing_key))
+            plan.check_key(shard_map, routing_key)
         if properties is not None:  # the application may use its own again at once
             properties = copy.copy(properties)
             properties.headers = dict(properties.headers or {}) or None
@@ -193,6 +193,7 @@ class PublishingChannel(DeferringChannel):
         if shard_map is None:
             self._channel.basic_publish(exchange, routing_key, body, properties, mandatory)
         else:
+            plan.check_key(shard_map, routing_key)
             shard = shard_map.shard_of(routing_key)
             if only_if_available:
                 self._check_available(shard_map, shard)

@@ -1,8 +1,6 @@
 """`ShardedChannel`: a drop-in for pika's `BlockingChannel`.
 
-Whatever is not in the table of `plan` is the wrapped channel's own. Confirm mode is kept here and
-not by pika, for two reasons: a confirm that never comes must not block for ever, and one that comes
-after its deadline must not be taken for the next one.
+Whatever is not in the table of `plan` is the wrapped channel's own.
 """
 
 from __future__ import annotations
@@ -15,14 +13,16 @@ from typing import Any, NoReturn
 
 import pika
 import pika.spec
-from pika.adapters.blocking_connection import BlockingChannel, ReturnedMessage
+from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import ChannelClosedByBroker, NackError, UnroutableError
 
 from interceptors import plan
+from interceptors.pika_confirms import BlockingConfirms
+from interceptors.pika_consume_all import ConsumeAll
+from interceptors.pika_settling import Settling
 from interceptors.plan import Placement
 from interceptors.whereabouts import node_at, node_with_token, peer_of
 from sharding.amqp import REPLY_TO
-from sharding.consumers import better_shard, is_even
 from sharding.errors import InvalidInput, OutcomeUnknown, ShardUnavailable, Unreachable
 from sharding.shard_map import Route, ShardMap
 from sharding.topology import Topology
@@ -30,9 +30,6 @@ from sharding.topology import Topology
 logger = logging.getLogger("warren.channel")
 
 OnMessage = Callable[[Any, pika.spec.Basic.Deliver, pika.BasicProperties, bytes], Any]
-
-_MOST_LOOKS = 20
-_CALM_LOOKS = 3
 
 
 class ShardedChannel:
@@ -58,13 +55,10 @@ class ShardedChannel:
         self._channel = channel
         self._topology = topology
         self._placement = Placement(placement)
-        self._confirm_timeout = confirm_timeout
+        self._confirms = BlockingConfirms(self._inner, confirm_timeout)
         self._node = node
         self._asked = plan.AskedReturns()
-        self._confirming = False
-        self._awaited = 0
-        self._confirmed: bool | None = None
-        self._returned: list[ReturnedMessage] = []
+        self._routed: dict[str, ShardMap] = {}
         self._random = random.Random()
         self._inner._impl.add_on_return_callback(self._on_return)
 
@@ -106,7 +100,7 @@ class ShardedChannel:
             return self._channel.basic_consume(
                 queue, deliver, auto_ack, exclusive, consumer_tag, _mutable(arguments)
             )
-        shards = plan.candidates(shard_map, self._here(), self._placement)
+        shards = self._candidates(shard_map)
 
         def consume(shard: str, tag: str | None) -> str:
             return self._channel.basic_consume(
@@ -119,7 +113,7 @@ class ShardedChannel:
         finally:
             self._topology.claims.settle(shard)
         if not exclusive and len(shards) > 1:
-            _Settling(self, tag, shard, shards, consume, deliver).look_later()
+            Settling(self, tag, shard, shards, consume, deliver).look_later()
         return tag
 
     def basic_consume_all(
@@ -132,27 +126,8 @@ class ShardedChannel:
         shard_map = self._topology.shard_map(queue)
         if shard_map is None:
             return [self.basic_consume(queue, on_message_callback, auto_ack)]
-        deliver = self._with_wrapper(on_message_callback)
-        consumed: dict[str, str] = {}
-
-        def consume_missing(current: ShardMap | None) -> None:
-            for shard in current.shards if current else ():
-                if shard.name not in consumed and self._channel.is_open:
-                    consumed[shard.name] = self._channel.basic_consume(
-                        shard.name, deliver, auto_ack
-                    )
-
-        def on_change(_: Any, new: Any) -> None:
-            if not self._channel.is_open:
-                unsubscribe()
-            elif new.maps.get(queue) is not None:
-                self._channel.connection.add_callback_threadsafe(
-                    lambda: consume_missing(new.maps.get(queue))
-                )
-
-        consume_missing(shard_map)
-        unsubscribe = self._topology.subscribe(on_change)
-        return list(consumed.values())
+        everything = ConsumeAll(self, queue, self._with_wrapper(on_message_callback), auto_ack)
+        return everything.start()
 
     def basic_get(self, queue: str, auto_ack: bool = False) -> tuple[Any, Any, Any]:
         return self._channel.basic_get(self._shard_to_read(queue), auto_ack)
@@ -168,11 +143,12 @@ class ShardedChannel:
     ) -> Generator[tuple[Any, Any, Any], None, None]:
         running = self._inner._queue_consumer_generator
         shard_map = self._topology.shard_map(queue)
-        if running is not None and shard_map is not None:
-            # Called again, the generator goes on, and pika compares the queue's name.
-            shard = running.params[0]
-        else:
+        names = {shard.name for shard in shard_map.shards} if shard_map else set()
+        if running is None:
             shard = self._shard_to_read(queue)
+        else:
+            # Called again, the generator goes on; pika compares the names and objects to another.
+            shard = running.params[0] if running.params[0] in names else queue
         yield from self._channel.consume(
             shard, auto_ack, exclusive, _mutable(arguments), inactivity_timeout, consumer_tag
         )
@@ -181,9 +157,13 @@ class ShardedChannel:
         shard_map = self._topology.shard_map(queue)
         if shard_map is None:
             return queue
-        shard = self._claim(queue, plan.candidates(shard_map, self._here(), self._placement))
+        shard = self._claim(queue, self._candidates(shard_map))
         self._topology.claims.settle(shard)
         return shard
+
+    def _candidates(self, shard_map: ShardMap) -> list[str]:
+        here = None if self._placement is Placement.ANY else self._here()
+        return plan.candidates(shard_map, here, self._placement)
 
     def _claim(self, queue: str, shards: list[str]) -> str:
         counts = self._topology.consumer_counts(shards) if shards else {}
@@ -270,8 +250,13 @@ class ShardedChannel:
         shard_map = self._topology.shard_map(exchange)
         if shard_map is None:
             return self._channel.exchange_delete(exchange, if_unused)
+        if not if_unused:
+            self._topology.forget(exchange)
+            return self._inner.exchange_delete(shard_map.exchange, if_unused)
+        # The broker may refuse it, and then the name has to stay sharded.
+        answer = self._inner.exchange_delete(shard_map.exchange, if_unused)
         self._topology.forget(exchange)
-        return self._channel.exchange_delete(shard_map.exchange, if_unused)
+        return answer
 
     def _unless_sharded(self, verb: str, queue: str) -> Callable[..., Any]:
         if self._topology.shard_map(queue) is not None:
@@ -283,7 +268,7 @@ class ShardedChannel:
         """Let the broker close the channel with a genuine 406, and say the plugin's reason."""
         self._channel.basic_ack(plan.NO_SUCH_DELIVERY)
         with suppress(ChannelClosedByBroker):
-            self._wait_until(lambda: self._channel.is_closed)
+            self._confirms.wait_until(lambda: self._channel.is_closed)
         reason = ChannelClosedByBroker(plan.PRECONDITION_FAILED, text)
         self._inner._closing_reason = reason
         raise reason
@@ -291,13 +276,7 @@ class ShardedChannel:
     # Publishing
 
     def confirm_delivery(self) -> None:
-        if self._confirming:
-            logger.error("confirm_delivery: this channel confirms already")
-            return
-        selected: list[Any] = []
-        self._inner._impl.confirm_delivery(self._on_confirm, selected.append)
-        self._wait_until(lambda: bool(selected))
-        self._confirming = True
+        self._confirms.select()
 
     def basic_publish(
         self,
@@ -309,14 +288,15 @@ class ShardedChannel:
     ) -> None:
         shard_map = self._topology.shard_map(exchange) if exchange else None
         if shard_map is None:
-            self._publish(exchange, routing_key, body, properties, mandatory)
+            self._confirms.publish(exchange, routing_key, body, properties, mandatory)
             return
         shard = self._shard_for(shard_map, routing_key)
-        if mandatory and not self._confirming:
+        if mandatory and not self._confirms.active:
             self._asked.note(shard_map.exchange, routing_key, _bytes(body))
+        self._routed[shard_map.exchange] = shard_map
         try:
             sent = plan.addressed(properties, shard)
-            self._publish(shard_map.exchange, routing_key, body, sent, True)
+            self._confirms.publish(shard_map.exchange, routing_key, body, sent, True, mandatory)
         except (NackError, OutcomeUnknown):
             self._topology.suspect(shard)
             raise
@@ -343,7 +323,8 @@ class ShardedChannel:
                 f"{shard!r} is not bound to the exchange {logical!r}, nothing was stored; "
                 "'warren shards ensure' makes it again"
             )
-        self._publish(shard_map.exchange, routing_key, body, plan.addressed(properties, now), True)
+        again = plan.addressed(properties, now)
+        self._confirms.publish(shard_map.exchange, routing_key, body, again, True, asked=False)
 
     def _shard_for(self, shard_map: ShardMap, routing_key: str) -> str:
         plan.check_key(shard_map, routing_key)
@@ -351,58 +332,24 @@ class ShardedChannel:
         plan.check_available(shard_map, shard, self._topology.unavailable(shard.name))
         return shard.name
 
-    def _publish(
-        self,
-        exchange: str,
-        routing_key: str,
-        body: bytes | str,
-        properties: pika.BasicProperties | None,
-        mandatory: bool,
-    ) -> None:
-        if not self._confirming:
-            self._channel.basic_publish(exchange, routing_key, body, properties, mandatory)
-            return
-        self._awaited += 1
-        self._confirmed = None
-        self._returned = []
-        self._inner._impl.basic_publish(exchange, routing_key, body, properties, mandatory)
-        self._wait_until(lambda: self._confirmed is not None)
-        returned, self._returned = self._returned, []
-        if not self._confirmed:
-            raise NackError(returned)
-        if returned:
-            raise UnroutableError(returned)
-
-    def _on_confirm(self, frame: Any) -> None:
-        tag, multiple = frame.method.delivery_tag, frame.method.multiple
-        # A confirm that comes after its deadline has a smaller tag.
-        if tag == self._awaited or (multiple and tag >= self._awaited):
-            self._confirmed = isinstance(frame.method, pika.spec.Basic.Ack)
-
     def _on_return(
         self, _: Any, method: Any, properties: pika.BasicProperties, body: bytes
     ) -> None:
-        if self._confirming:
-            self._returned.append(ReturnedMessage(method, properties, body))
+        # Runs inside pika's handling of frames: whatever is raised here ends the connection.
+        shard_map = self._routed.get(method.exchange)
+        if self._confirms.active:
+            asked = self._confirms.on_return(method, properties, body)
+            method.warren_unasked = shard_map is not None and not asked
             return
-        logical = self._logical_of(method.exchange)
-        if logical is None or self._asked.take(method.exchange, method.routing_key, body):
+        if shard_map is None or self._asked.take(method.exchange, method.routing_key, body):
             return
         method.warren_unasked = True
         logger.error(
             "a message with key %r came back: its shard is not bound to %r; it is not stored",
             method.routing_key,
-            logical,
+            shard_map.logical,
         )
-        shard_map = self._topology.shard_map(logical)
-        if shard_map is not None:
-            self._topology.suspect(shard_map.shard_of(method.routing_key).name)
-
-    def _logical_of(self, exchange: str) -> str | None:
-        for logical, shard_map in self._topology.state.maps.items():
-            if shard_map.exchange == exchange:
-                return logical
-        return None
+        self._topology.suspect(shard_map.shard_of(method.routing_key).name)
 
     def add_on_return_callback(self, callback: Callable[..., Any]) -> None:
         """Called for the messages that the application asked to have returned, and no others."""
@@ -414,21 +361,6 @@ class ShardedChannel:
         self._channel.add_on_return_callback(returned)
 
     # Waiting and knowing where we are
-
-    def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """pika's own waiting, with a deadline."""
-        expired: list[bool] = []
-        # The connection's own call_later fires only while the application pumps events.
-        loop = self._inner.connection._impl
-        timer = loop._adapter_call_later(self._confirm_timeout, lambda: expired.append(True))
-        try:
-            self._inner._flush_output(condition, lambda: bool(expired))
-        finally:
-            loop._adapter_remove_timeout(timer)
-        if expired and not condition():
-            raise OutcomeUnknown(
-                f"the broker did not answer within {self._confirm_timeout:g} s (confirm_timeout)"
-            )
 
     def _here(self) -> str | None:
         if self._node is None:
@@ -455,60 +387,6 @@ class ShardedChannel:
         if not returned or returned[0] is None:
             raise Unreachable("the broker did not say which node it is; give node=…")
         return returned[0]
-
-
-class _Settling:
-    """Looks after a new consumer for a while: a herd that chose the same shard spreads out."""
-
-    def __init__(
-        self,
-        owner: ShardedChannel,
-        tag: str,
-        shard: str,
-        shards: list[str],
-        consume: Callable[[str, str | None], str],
-        deliver: OnMessage,
-    ) -> None:
-        self._owner = owner
-        self._tag = tag
-        self._shard = shard
-        self._shards = shards
-        self._consume = consume
-        self._deliver = deliver
-        self._left = _MOST_LOOKS
-        self._calm = 0
-
-    def look_later(self) -> None:
-        connection = self._owner._channel.connection
-        if self._left and connection.is_open:
-            self._left -= 1
-            connection.call_later(self._owner._random.uniform(0.1, 0.5), self._count)
-
-    def _count(self) -> None:
-        connection = self._owner._channel.connection
-
-        def counted(counts: dict[str, int | None]) -> None:
-            if connection.is_open:
-                connection.add_callback_threadsafe(lambda: self._decide(counts))
-
-        self._owner._topology.when_counted(self._shards, counted)
-
-    def _decide(self, counts: dict[str, int | None]) -> None:
-        channel = self._owner._channel
-        if not channel.is_open or self._tag not in channel.consumer_tags:
-            return
-        target = better_shard(self._shard, counts, self._owner._random)
-        if target is not None:
-            logger.info("moving a consumer from %r to %r, which has fewer", self._shard, target)
-            undelivered = channel.basic_cancel(self._tag)
-            self._consume(target, self._tag)
-            self._shard = target
-            for method, properties, body in undelivered:
-                self._deliver(channel, method, properties, body)
-        # One even count may be of a moment in which others are on the move.
-        self._calm = self._calm + 1 if is_even(counts) else 0
-        if self._calm < _CALM_LOOKS:
-            self.look_later()
 
 
 def _insides(channel: BlockingChannel) -> Any:

@@ -84,8 +84,16 @@ class Session:
         opened: asyncio.Future[pika.channel.Channel] = loop.create_future()
         if not self.is_open:
             raise Unreachable("the connection is closed")
-        self._connection.channel(on_open_callback=lambda ch: _settle(opened, ch))
-        return Channel(await self._or_lost(opened))
+        try:
+            self._connection.channel(on_open_callback=lambda ch: _settle(opened, ch))
+        except pika.exceptions.AMQPError as error:  # no channel number is free, say
+            raise Unreachable(_reason(error)) from None
+        try:
+            return Channel(await self._or_lost(opened))
+        except asyncio.CancelledError:
+            # It may open yet, and nobody would close it.
+            self._connection.ioloop.call_soon(opened.add_done_callback, _close_late)
+            raise
 
     async def close(self, timeout: float = 2) -> None:
         """Close in order within `timeout`, or by dropping the socket."""
@@ -230,6 +238,8 @@ class Channel:
         self, exchange: str, routing_key: str, body: bytes, properties: pika.BasicProperties
     ) -> bool:
         """Publish on a channel that confirms; whether the broker says that it is stored."""
+        if self.refused is not None or not self._channel.is_open:
+            raise self.refused or Unreachable("the channel is closed")
         future = self._future()
         self._published += 1
         self._confirms[self._published] = future
@@ -275,6 +285,11 @@ class Channel:
         for future in [*self._waiting, *self._confirms.values()]:
             if not future.done():
                 future.set_exception(error)
+
+
+def _close_late(opened: asyncio.Future[pika.channel.Channel]) -> None:
+    if not opened.cancelled() and opened.exception() is None and opened.result().is_open:
+        opened.result().close()
 
 
 def _settle(future: asyncio.Future[Any], value: Any) -> None:

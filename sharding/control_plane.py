@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pika
 
 from sharding.amqp import Declared, Refused, Session, connection_parameters, same_but_at
-from sharding.errors import RemoteError, Unreachable
+from sharding.errors import RemoteError, Unreachable, WarrenError
 from sharding.log_follower import Listener, LogFollower
 from sharding.map_log import State
 from sharding.members import ClusterView, Member
@@ -26,6 +26,7 @@ from sharding.shard_map import Address, Node, Shard, ShardMap
 logger = logging.getLogger("warren.topology")
 
 _NOT_TRIED = "not connected yet"
+_SILENT_LOOKS = 3
 # Wrong credentials, and a virtual host that is missing or closed to the user.
 _DENIALS = ("ACCESS_REFUSED", "NOT_ALLOWED")
 
@@ -76,6 +77,7 @@ class ControlPlane:
         self.away: dict[str, asyncio.Task[None]] = {}
         self._connected = asyncio.Event()
         self._failed: set[tuple[str, int]] = set()
+        self._reached: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -108,8 +110,8 @@ class ControlPlane:
             for parameters in addresses:
                 try:
                     session = await self._attach(parameters)
-                except (RemoteError, TimeoutError, OSError) as error:
-                    self.problem = _sentence(error)
+                except Exception as error:  # nothing may end this task: nobody would notice
+                    self._note_problem(error)
                     logger.debug("no map log through %s: %s", parameters.host, self.problem)
                     self._failed.add((parameters.host, parameters.port))
                     denials += any(word in self.problem for word in _DENIALS)
@@ -149,8 +151,8 @@ class ControlPlane:
                     return
                 if self._has_log:
                     await self.refresh(session)
-        except (RemoteError, TimeoutError) as error:
-            self.problem = _sentence(error)
+        except Exception as error:  # see _follow
+            self._note_problem(error)
         finally:
             self.session = None
             await session.close()
@@ -197,9 +199,9 @@ class ControlPlane:
         only such a node must find others.
         """
         given = random.sample(self.given, len(self.given))
-        nodes = [node for shard_map in self.log.state.maps.values() for node in shard_map.nodes]
+        nodes = self._known_nodes()
         if self.view and self.problem != _NOT_TRIED:
-            with suppress(RemoteError):
+            with suppress(Exception):
                 nodes += [member.node for member in await self.members()]
         known = [parameters for node in nodes for parameters in self.parameters_for(node)]
         places = {(parameters.host, parameters.port): parameters for parameters in [*given, *known]}
@@ -213,7 +215,9 @@ class ControlPlane:
         problem = f"no address of {node.name} is known"
         for parameters in self.parameters_for(node):
             try:
-                return await Session.open(parameters, self.options.connect_timeout)
+                session = await Session.open(parameters, self.options.connect_timeout)
+                self._reached.add(node.name)
+                return session
             except Unreachable as error:
                 problem = str(error)
         raise Unreachable(f"{node.name}: {problem}")
@@ -226,34 +230,49 @@ class ControlPlane:
         return await self._members_by_token()
 
     async def _members_by_token(self) -> list[Member]:
-        known = {
-            node.reply_token: node
-            for shard_map in self.log.state.maps.values()
-            for node in shard_map.nodes
-        }
-        members: dict[str, Member] = {
-            node.name: Member(node, running=False) for node in known.values()
-        }
-        for parameters in self.given:
+        """The nodes that the maps know and those at the addresses given, told apart by token."""
+        nodes = {node.name: node for node in self._known_nodes()}
+        by_token = {node.reply_token: node for node in nodes.values() if node.reply_token}
+        members = {name: Member(node, running=False) for name, node in nodes.items()}
+        known = [place for node in nodes.values() for place in self.parameters_for(node)]
+        places = {(place.host, place.port): place for place in [*self.given, *known]}
+        for (host, port), parameters in places.items():
             with suppress(RemoteError, TimeoutError):
-                session = await Session.open(parameters, self.options.connect_timeout)
+                session = await Session.open(parameters, self.options.answer_timeout)
                 try:
                     async with asyncio.timeout(self.options.answer_timeout):
                         token = await session.reply_token()
                 finally:
                     await session.close()
-                here = Address(str(parameters.host), int(parameters.port))
-                node = known.get(token) or Node(f"rabbit@{here.host}", (here,), token)
+                node = by_token.get(token)
+                if node is None:
+                    name = f"rabbit@{host}"
+                    if name in members:  # several nodes on one host
+                        name = f"rabbit-{port}@{host}"
+                    node = by_token[token] = Node(name, (Address(str(host), int(port)),), token)
                 members[node.name] = Member(node, running=True)
         return [members[name] for name in sorted(members)]
 
+    def _known_nodes(self) -> list[Node]:
+        return [node for shard_map in self.log.state.maps.values() for node in shard_map.nodes]
+
+    def _note_problem(self, error: Exception) -> None:
+        self.problem = _sentence(error)
+        if not isinstance(error, WarrenError | TimeoutError | OSError):
+            logger.exception("the control plane failed, and tries again")
+
     async def _watch_nodes(self) -> None:
+        silent = 0
         while True:
             try:
                 members = await self.members()
-            except RemoteError as error:
+            except Exception as error:  # see _follow
                 logger.debug("the management API does not answer: %s", error)
+                silent += 1
+                if silent > _SILENT_LOOKS:  # what was down then may be up by now
+                    self.down_nodes = set()
             else:
+                silent = 0
                 self._note_down({member.name for member in members if not member.running})
             await asyncio.sleep(self.options.watch_interval)
 
@@ -266,15 +285,20 @@ class ControlPlane:
 
     # Shards
 
-    async def look_at(self, queues: Iterable[str]) -> dict[str, Declared | None]:
+    async def look_at(
+        self, queues: Iterable[str], *, known_away: bool = False
+    ) -> dict[str, Declared | None]:
         """Messages and consumers of each queue now; None where no answer came in time.
 
         A queue that does not exist is left out. Each is asked on a channel of its own: one that
-        does not answer holds up no other.
+        does not answer holds up no other. What is known to be away is not asked, unless
+        `known_away`: the broker would hold a channel for each such question for 64 s.
         """
         missing: set[str] = set()
 
         async def look(queue: str) -> Declared | None:
+            if queue in self.away and not known_away:
+                return None
             try:
                 async with asyncio.timeout(self.options.answer_timeout):
                     channel = await (await self.connected()).channel()
@@ -304,16 +328,23 @@ class ControlPlane:
             self.away[shard.name] = asyncio.create_task(self._probe(shard, shard_map))
 
     async def _probe(self, shard: Shard, shard_map: ShardMap) -> None:
-        node = node_of_shard(shard_map, shard)
         known = False
         try:
-            while (why := await self._why_away(shard, node)) is not None:
+            while True:
+                # The map may have changed: the node has a new address, the shard moved or left.
+                current = self.log.state.maps.get(shard_map.logical, shard_map)
+                here = next((each for each in current.shards if each.name == shard.name), None)
+                if here is None:
+                    return
+                why = await self._why_away(here, node_of_shard(current, here))
+                if why is None:
+                    break
                 if not known:
                     known = True
                     logger.warning("shard %r is away: %s", shard.name, why)
                     # What keeps one shard of a node from answering mostly keeps all of them.
-                    for sibling in shard_map.shards_on(node.name):
-                        self.suspect(sibling, shard_map)
+                    for sibling in current.shards_on(here.node):
+                        self.suspect(sibling, current)
                 await asyncio.sleep(self.options.probe_interval)
         finally:
             self.away.pop(shard.name, None)
@@ -321,7 +352,11 @@ class ControlPlane:
             logger.info("shard %r is back", shard.name)
 
     async def _why_away(self, shard: Shard, node: Node) -> str | None:
-        """Ask the shard's own node: others would hold the question for 64 s if it is down."""
+        """Ask the shard's own node: others would hold the question for 64 s if it is down.
+
+        Where that node can't be reached from here (only through a balancer, say), ask the node
+        that the control plane is on, once for each look.
+        """
         try:
             async with asyncio.timeout(self.options.answer_timeout):
                 session = await self.open_at(node)
@@ -332,6 +367,12 @@ class ControlPlane:
         except Refused as error:
             return error.text
         except (RemoteError, TimeoutError) as error:
+            if node.name in self._reached:
+                return _sentence(error)
+            seen = await self.look_at([shard.name], known_away=True)
+            return None if seen.get(shard.name) else _sentence(error)
+        except Exception as error:
+            logger.exception("probing %r failed", shard.name)
             return _sentence(error)
         return None
 

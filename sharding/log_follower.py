@@ -16,8 +16,8 @@ from typing import Any
 import pika
 
 from sharding import map_log
-from sharding.amqp import Channel, Message, Session
-from sharding.errors import UnsupportedFormat
+from sharding.amqp import Channel, Message, Refused, Session
+from sharding.errors import RemoteError, UnsupportedFormat
 from sharding.map_log import State
 
 LOG_QUEUE = "warren.shard-maps"
@@ -46,8 +46,8 @@ class LogFollower:
 
     async def attach(self, session: Session) -> None:
         """Read on, over this connection. `Refused` (406) if its node has no replica of the log."""
+        await self._declare(session)
         self._writer = await session.channel()
-        await self._writer.declare(LOG_QUEUE, durable=True, arguments={"x-queue-type": "stream"})
         await self._writer.confirm_publishes()
         await self._read_from(session, self._next_offset)
 
@@ -75,6 +75,18 @@ class LogFollower:
             return await verdict
         finally:
             self._verdicts.pop(name, None)
+
+    async def _declare(self, session: Session) -> None:
+        """Make the log if it is not there. To look needs no right, so most clients need none."""
+        channel = await session.channel()
+        try:
+            await channel.declare(LOG_QUEUE, passive=True)
+        except Refused as error:
+            if error.code != 404:
+                raise
+            channel = await session.channel()
+            await channel.declare(LOG_QUEUE, durable=True, arguments={"x-queue-type": "stream"})
+        channel.close()
 
     async def _read_from(self, session: Session, offset: int) -> None:
         channel = await session.channel()
@@ -115,12 +127,20 @@ class LogFollower:
         if self._writer is None:
             raise RuntimeError("the log is not attached to a connection")
         properties = pika.BasicProperties(message_id=name, delivery_mode=2)
-        await self._writer.publish("", LOG_QUEUE, record, properties)
+        if not await self._writer.publish("", LOG_QUEUE, record, properties):
+            raise RemoteError("the broker did not store a record of the map log")
 
     def _on_record(self, message: Message) -> None:
         offset = _offset(message)
-        if offset < self._next_offset:
+        if offset < self._next_offset or self.failure is not None:
             return  # a chunk is sent whole, also the records before the one asked for
+        if self._next_offset == 0 and offset > 0:
+            self.failure = UnsupportedFormat(
+                f"the map log begins at record {offset}, its first ones were removed; exempt "
+                f"{LOG_QUEUE!r} from retention policies, and delete it so that it is made anew"
+            )
+            self._moved.set()
+            return
         self._next_offset = offset + 1
         try:
             verdict = map_log.apply(self.state, message.body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -52,7 +53,7 @@ class Management:
             with error:
                 what = f"{method} {self.url}/api/{quoted}: {error.code} {error.reason}"
                 raise NoAnswer(what, error.code) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise NoAnswer(f"{method} {self.url}/api/{quoted}: {error}") from None
 
     def _authorization(self) -> str:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sharding.amqp import Channel, Refused, Session
 from sharding.control_plane import ControlPlane
-from sharding.errors import InvalidInput, RemoteError, Unreachable
+from sharding.errors import InvalidInput, Unreachable
 from sharding.management import NoAnswer
 from sharding.map_log import State
 from sharding.members import Member
@@ -27,7 +28,6 @@ from sharding.shard_plan import next_map, wanted_shards
 
 logger = logging.getLogger("warren.manager")
 
-LOCATOR_POLICY = "warren-shards-stay"
 # Above whatever moved the queues; RabbitMQ applies the one policy of the highest priority.
 LOCATOR_PRIORITY = 1_000
 
@@ -73,7 +73,8 @@ class Manager:
         existing = [*(current.shards if current else ()), *found]
         shards = wanted_shards(logical, policy, members, existing)
         exchange = await self._declare_exchange(logical, policy, current)
-        placed, tokens = await self._place(shards, members, policy, exchange)
+        known = {shard.name: shard for shard in existing}
+        placed, tokens = await self._place(shards, known, members, policy, exchange)
         if not placed:
             raise Unreachable(f"no node can be reached to make shards of {logical!r} on")
         return next_map(logical, policy, members, placed, tokens, current, exchange)
@@ -112,9 +113,18 @@ class Manager:
         )
 
     async def _place(
-        self, shards: Sequence[Shard], members: Sequence[Member], policy: Policy, exchange: str
+        self,
+        shards: Sequence[Shard],
+        known: Mapping[str, Shard],
+        members: Sequence[Member],
+        policy: Policy,
+        exchange: str,
     ) -> tuple[list[Shard], dict[str, str]]:
-        """Declare and bind the shards of each running node, over a connection to that node."""
+        """Declare and bind the shards of each running node, over a connection to that node.
+
+        A shard that the map has stays in it also where its node can't be reached now; a new one
+        that could not be made does not enter it.
+        """
         tokens: dict[str, str] = {}
         placed = {shard.name: shard for shard in shards}
         names = {member.name for member in members}
@@ -127,26 +137,34 @@ class Manager:
             except Unreachable as error:
                 self._note(f"{error}; its shards are left as they are")
                 for shard in own:
-                    if not await self._exists(shard):
+                    if shard.name not in known:
                         del placed[shard.name]
                 continue
             try:
                 tokens[member.name] = await session.reply_token()
                 for shard in own:
-                    at_home = replace(shard, node=member.name)
-                    placed[shard.name] = await self._place_one(session, at_home, policy, exchange)
+                    placed[shard.name] = await self._place_one(
+                        session, member.name, shard, policy, exchange
+                    )
             finally:
                 await session.close()
         return [placed[shard.name] for shard in shards if shard.name in placed], tokens
 
     async def _place_one(
-        self, session: Session, shard: Shard, policy: Policy, exchange: str
+        self, session: Session, home: str, shard: Shard, policy: Policy, exchange: str
     ) -> Shard:
-        """Make one shard on the node that `session` is connected to, or say where it is."""
+        """Make one shard on the node that `session` is connected to, or say where it is.
+
+        Where nobody can tell where it landed, what the map said of it stays.
+        """
         await self._declare(session, shard, policy)
         landed = await self._where(shard)
-        if landed not in (None, shard.node) and await self._bring_home(session, shard, policy):
-            landed = await self._where(shard)
+        # Replicated queues have leaders that the broker moves; only classic ones have a home.
+        stays = policy.queue_arguments.get("x-queue-type", "classic") == "classic"
+        if stays and landed not in (None, home):
+            at_home = replace(shard, node=home)
+            if await self._bring_home(session, at_home, policy):
+                landed = await self._where(shard)
         channel = await session.channel()
         try:
             await channel.bind(shard.name, exchange, shard.name)
@@ -200,19 +218,25 @@ class Manager:
         # Older brokers read the classic queues' locator under its older name only.
         key = "queue-leader-locator" if view.version() >= (3, 12) else "queue-master-locator"
         definition = {**in_force, key: "client-local"}
+        # One policy for each logical queue: what is in force for this one is not for others.
+        name = ShardName.parse(shard)
+        assert name is not None  # only shards that are named after their node have a home
+        escaped = re.escape(name.logical)
         view.ask(
             "PUT",
             "policies",
             self._vhost,
-            LOCATOR_POLICY,
+            locator_policy(name.logical),
             body={
-                "pattern": "^sharding: ",
+                "pattern": f"^sharding: {escaped} - \\S+@\\S+ - [0-9]+$",
                 "apply-to": "queues",
                 "priority": LOCATOR_PRIORITY,
                 "definition": definition,
             },
         )
-        self._note(f"set the policy {LOCATOR_POLICY!r}: another one moved shards to other nodes")
+        self._note(
+            f"set the policy {locator_policy(name.logical)!r}: another one moved shards elsewhere"
+        )
 
     async def _where(self, shard: Shard) -> str | None:
         """The node that a shard lives on; None where nobody can tell."""
@@ -221,22 +245,15 @@ class Manager:
                 return await asyncio.to_thread(self._plane.view.queue_node, self._vhost, shard.name)
         return None
 
-    async def _exists(self, shard: Shard) -> bool:
-        session = await self._plane.connected()
-        with suppress(RemoteError, TimeoutError):
-            async with asyncio.timeout(self._plane.options.answer_timeout):
-                channel = await session.channel()
-                try:
-                    await channel.declare(shard.name, passive=True)
-                    return True
-                finally:
-                    channel.close()
-        return False
-
     def _note(self, text: str) -> None:
         if text not in self._notes:
             self._notes.append(text)
             logger.warning("%s", text)
+
+
+def locator_policy(logical: str) -> str:
+    """The name of the policy of ours that keeps the shards of a logical queue at home."""
+    return f"warren keeps shards of {logical}"[:200]
 
 
 def _home(shard: Shard, members: set[str]) -> str:

@@ -68,8 +68,8 @@ class ClusterView:
         return str(found["node"]) if found.get("node") else None
 
     def _prefer(self, api: Management) -> None:
-        self._apis.remove(api)
-        self._apis.insert(0, api)
+        # Made anew and not changed in place: several threads ask at once.
+        self._apis = [api, *(each for each in self._apis if each is not api)]
 
 
 def members_from(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import pika
 
@@ -58,12 +60,14 @@ class Topology:
         self.options = options or TopologyOptions()
         self._fixed = None if maps is None else _fixed_state(maps)
         self.claims = Claims()
+        self._homes: tuple[State | None, dict[str, str]] = (None, {})
+        self._pid = os.getpid()
         self._listeners: list[Listener] = []
         self._ready = threading.Event()
         self._closed = False
-        self._loop = asyncio.new_event_loop()
         parameters = [_checked_url(url) for url in urls]
         view = ClusterView([_management(url, parameters[0]) for url in management_urls])
+        self._loop = asyncio.new_event_loop()
         self.vhost: str = parameters[0].virtual_host
         self._urls, self._view = urls, view
         self._plane: ControlPlane
@@ -123,6 +127,8 @@ class Topology:
             return
         deadline = time.monotonic() + timeout
         while not self._ready.wait(0.1):
+            if self._plane.log.failure is not None:
+                raise self._plane.log.failure
             if self._plane.denied:
                 raise Unreachable(f"every broker refuses this user: {self._plane.problem}")
             if time.monotonic() > deadline:
@@ -139,7 +145,12 @@ class Topology:
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener(old, new)` on the control plane's thread at each change; returns undo."""
         self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+
+        def unsubscribe() -> None:
+            with suppress(ValueError):  # undone before
+                self._listeners.remove(listener)
+
+        return unsubscribe
 
     def refresh(self, timeout: float = 5.0) -> None:
         if self._fixed is None:
@@ -185,17 +196,25 @@ class Topology:
         plane = self._plane
         if shard in plane.away:
             return True
-        return bool(plane.down_nodes) and any(
-            each.name == shard and each.node in plane.down_nodes
-            for shard_map in self.state.maps.values()
-            for each in shard_map.shards
-        )
+        return bool(plane.down_nodes) and self._node_of(shard) in plane.down_nodes
+
+    def _node_of(self, shard: str) -> str | None:
+        state = self._fixed or self._plane.log.state
+        if self._homes[0] is not state:
+            self._homes = (
+                state,
+                {each.name: each.node for known in state.maps.values() for each in known.shards},
+            )
+        return self._homes[1].get(shard)
 
     def suspect(self, shard: str) -> None:
-        for shard_map in self.state.maps.values():
+        """Have a shard checked. A hint and nothing more, so it never raises."""
+        state = self._fixed or self._plane.log.state
+        for shard_map in state.maps.values():
             for each in shard_map.shards:
                 if each.name == shard:
-                    self._loop.call_soon_threadsafe(self._plane.suspect, each, shard_map)
+                    with suppress(RuntimeError):  # closed
+                        self._loop.call_soon_threadsafe(self._plane.suspect, each, shard_map)
 
     # Changing
 
@@ -237,8 +256,16 @@ class Topology:
         return self._changed(manager.ensure(found.logical, found.shards))
 
     def ensure_all(self) -> list[Ensured]:
-        """The same for every logical queue that is sharded."""
-        return [self.ensure(logical) for logical in sorted(self.state.maps)]
+        """The same for every logical queue that is sharded; the first failure is raised last."""
+        done, failure = [], None
+        for logical in sorted(self.state.maps):
+            try:
+                done.append(self.ensure(logical))
+            except WarrenError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return done
 
     def forget(self, logical: str) -> State:
         """Stop sharding a name. Its queues and their messages stay where they are."""
@@ -295,10 +322,20 @@ class Topology:
             raise InvalidInput("maps", "must not be given where maps are to be changed", "maps=…")
         return self._call(work, self.options.change_timeout + 1)
 
-    def _call(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+    def _why_unusable(self) -> str | None:
         if self._closed:
+            return "the topology is closed"
+        if os.getpid() != self._pid:
+            return "this topology was made before a fork; make one in each process"
+        if threading.current_thread() is self._thread:
+            return "a listener of the topology can't wait for the topology"
+        return None
+
+    def _call(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        problem = self._why_unusable()
+        if problem is not None:
             work.close()
-            raise Unreachable("the topology is closed")
+            raise Unreachable(problem)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout)
@@ -307,6 +344,8 @@ class Topology:
             raise OutcomeUnknown(
                 f"no answer within {timeout:g} s ({self._plane.problem}); it may take effect yet"
             ) from None
+        except concurrent.futures.CancelledError:
+            raise Unreachable("the topology was closed") from None
         except OSError as error:
             if isinstance(error, WarrenError):
                 raise
@@ -314,21 +353,36 @@ class Topology:
 
 
 def _checked_url(url: str) -> pika.URLParameters:
-    scheme = urlsplit(url).scheme
-    if scheme not in ("amqp", "amqps"):
-        raise InvalidInput("urls", "must begin with amqp:// or amqps://", f"{scheme}://…")
-    return pika.URLParameters(url)
+    parts = _checked_parts("urls", url, ("amqp", "amqps"))
+    try:
+        return pika.URLParameters(url)
+    except ValueError:
+        raise InvalidInput("urls", "must be an AMQP URL", f"{parts.scheme}://…") from None
+
+
+def _checked_parts(field: str, url: str, schemes: tuple[str, ...]) -> SplitResult:
+    """The parts of a URL. What is wrong with one is said without showing what may be a password."""
+    rule = f"must begin with {' or '.join(schemes)}, with / # ? in a password as %2F %23 %3F"
+    scheme, separator, _ = url.partition("://")
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in schemes and not parts.fragment and parts.hostname
+        _ = parts.port
+    except ValueError:
+        usable = None
+    if not usable:
+        raise InvalidInput(field, rule, f"{scheme}://…" if separator else "…")
+    return parts
 
 
 def _management(url: str, amqp: pika.URLParameters) -> Management:
     """User and password may stand in the URL; they are kept out of every text."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidInput("management_urls", "must begin with http:// or https://", parts.scheme)
+    parts = _checked_parts("management_urls", url, ("http", "https"))
+    host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
     credentials: Any = amqp.credentials
     port = f":{parts.port}" if parts.port else ""
     return Management(
-        f"{parts.scheme}://{parts.hostname}{port}{parts.path.rstrip('/')}",
+        f"{parts.scheme}://{host}{port}{parts.path.rstrip('/')}",
         unquote(parts.username) if parts.username else credentials.username,
         unquote(parts.password) if parts.password else credentials.password,
     )

@@ -14,7 +14,15 @@ import pika.exceptions
 import pytest
 
 from interceptors import ShardedChannel
-from sharding import OnUnavailable, OutcomeUnknown, Policy, ShardMap, ShardUnavailable, Topology
+from sharding import (
+    OnUnavailable,
+    OutcomeUnknown,
+    Policy,
+    ShardMap,
+    ShardUnavailable,
+    Topology,
+    TopologyOptions,
+)
 from tests.cluster import Cluster, Node, wait_until
 from tests.machine import PROJECT
 from tests.sharded import connection_to, drain, fresh_queue, shards_in_broker, topology_of
@@ -114,6 +122,22 @@ def test_keys_move_for_everybody_where_the_policy_says_so_and_come_home(own: Clu
         wait_until(lambda: victim.name not in topology._plane.down_nodes, 60)
         assert topology.ensure(logical).shard_map.epoch > away.epoch
         assert routes_of_another_process(own.nodes[2], logical) == before
+
+
+def test_node_that_hangs_keeps_its_shards_in_the_map(own: Cluster) -> None:
+    """To the management API it runs, but it can't be reached: that is no reason to move keys."""
+    logical = fresh_queue()
+    quick = TopologyOptions(connect_timeout=1.0)
+    with topology_of(own.nodes[:2], options=quick) as topology:
+        shard_map = set_up(topology, Policy.exactly(logical, 1, name=logical))
+        own.nodes[2].freeze()
+        try:
+            ensured = topology.ensure(logical)
+        finally:
+            own.nodes[2].thaw()
+        assert ensured.shard_map == shard_map
+        assert any(own.nodes[2].name in note for note in ensured.notes)
+    own.wait_until_whole()
 
 
 def test_herd_of_sixteen_clients_ends_evenly(own: Cluster) -> None:

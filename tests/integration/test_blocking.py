@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pika
 import pytest
 from pika.adapters.blocking_connection import BlockingConnection
-from pika.exceptions import UnroutableError
+from pika.exceptions import ChannelClosedByBroker, UnroutableError
 
 from interceptors import Placement, ShardedChannel
 from sharding import InvalidInput, Policy, ShardMap, ShardUnavailable, Topology
@@ -181,3 +182,66 @@ def test_wrapping_a_channel_that_confirms_already_is_refused(
     channel.confirm_delivery()
     with pytest.raises(InvalidInput, match="wrapped before confirm_delivery"):
         ShardedChannel(channel, topology)
+
+
+def test_message_that_can_not_be_encoded_does_not_disturb_the_next_confirm(
+    topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    channel = ShardedChannel(connection.channel(), topology, confirm_timeout=3)
+    channel.confirm_delivery()
+    headers: dict[str, Any] = {"x": object()}
+    strange = pika.BasicProperties(headers=headers)
+    with pytest.raises(Exception, match="object"):
+        channel.basic_publish(images.logical, "user-1", b"x", strange)
+    channel.basic_publish(images.logical, "user-1", b"x")
+
+
+def test_exchange_in_use_stays_sharded_when_its_deletion_is_refused(
+    topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    channel = ShardedChannel(connection.channel(), topology)
+    with pytest.raises(ChannelClosedByBroker, match="in use"):
+        channel.exchange_delete(images.logical, if_unused=True)
+    topology.refresh()
+    assert topology.shard_map(images.logical) == images
+
+
+def test_return_is_shown_only_if_asked_for_also_with_confirms(
+    cluster: Cluster, topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    returned: list[bytes] = []
+    channel = ShardedChannel(connection.channel(), topology)
+    channel.confirm_delivery()
+    channel.add_on_return_callback(lambda _, __, ___, body: returned.append(body))
+    one, other = (
+        next(key for key in map(str, range(99)) if images.shard_of(key).node == node.name)
+        for node in cluster.nodes[:2]
+    )
+    with raw_channel(cluster.nodes[0]) as raw:
+        for shard in images.shards:
+            raw.queue_unbind(shard.name, images.exchange, shard.name)
+    with pytest.raises(ShardUnavailable):
+        channel.basic_publish(images.logical, one, b"not asked for")
+    with pytest.raises(UnroutableError):
+        channel.basic_publish(images.logical, other, b"asked for", mandatory=True)
+    pump_until(connection, lambda: returned)
+    assert returned == [b"asked for"]
+
+
+def test_shard_that_was_gone_for_a_while_is_consumed_again(
+    cluster: Cluster, topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    seen: list[bytes] = []
+    channel = ShardedChannel(connection.channel(), topology)
+    channel.basic_consume_all(
+        images.logical, lambda _, __, ___, body: seen.append(body), auto_ack=True
+    )
+    lost = images.shards[3].name
+    with raw_channel(cluster.nodes[0]) as raw:
+        raw.queue_delete(lost)
+    pump_until(connection, lambda: len(channel.consumer_tags) == 5)
+    topology.ensure(images.logical)
+    pump_until(connection, lambda: len(channel.consumer_tags) == 6)
+    with raw_channel(cluster.nodes[0]) as raw:
+        raw.basic_publish("", lost, b"found")
+    pump_until(connection, lambda: seen == [b"found"])

@@ -1,0 +1,122 @@
+"""Confirm mode of a blocking channel, with deadlines.
+
+It is kept here and not by pika, for two reasons: a confirm that never comes must not block for
+ever, and one that comes after its deadline must not be taken for the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pika
+import pika.spec
+from pika.adapters.blocking_connection import ReturnedMessage
+from pika.compat import as_bytes
+from pika.exceptions import ChannelWrongStateError, NackError, UnroutableError
+
+from sharding.errors import OutcomeUnknown
+
+logger = logging.getLogger("warren.channel")
+
+
+class BlockingConfirms:
+    """Publishes on one channel; once selected, each publish waits for its own confirm."""
+
+    def __init__(self, channel: Any, timeout: float) -> None:
+        self._channel = channel
+        self._timeout = timeout
+        self.active = False
+        self._awaited = 0
+        self._sent: tuple[str, str, bytes] | None = None
+        self._asked = False
+        self._returned: list[ReturnedMessage] = []
+        self._confirmed: bool | None = None
+
+    def select(self) -> None:
+        if self.active:
+            logger.error("confirm_delivery: this channel confirms already")
+            return
+        selected: list[Any] = []
+        self._channel._impl.confirm_delivery(self._on_confirm, selected.append)
+        self.wait_until(lambda: bool(selected))
+        self.active = True
+
+    def publish(
+        self,
+        exchange: str,
+        routing_key: str,
+        body: bytes | str,
+        properties: pika.BasicProperties | None,
+        mandatory: bool,
+        asked: bool | None = None,
+    ) -> None:
+        """Publish; in confirm mode raise what pika would, or `OutcomeUnknown` at the deadline.
+
+        `asked` says whether the application wants to have the message returned, if not `mandatory`.
+        """
+        if not self.active:
+            self._channel.basic_publish(exchange, routing_key, body, properties, mandatory)
+            return
+        self._confirmed = None
+        self._returned = []
+        self._sent = (exchange, routing_key, as_bytes(body))
+        self._asked = mandatory if asked is None else asked
+        self._channel._impl.basic_publish(exchange, routing_key, body, properties, mandatory)
+        # Counted after pika has encoded it: the broker never hears of one that can't be.
+        self._awaited += 1
+        self.wait_until(lambda: self._confirmed is not None)
+        returned, self._returned = self._returned, []
+        if not self._confirmed:
+            raise NackError(returned)
+        if returned:
+            raise UnroutableError(returned)
+
+    def on_return(self, method: Any, properties: pika.BasicProperties, body: bytes) -> bool:
+        """Keep what comes back of the message that is waited for; whether it was asked for.
+
+        The return of an older one, whose deadline has passed, says nothing of this one.
+        """
+        if (method.exchange, method.routing_key, body) != self._sent:
+            return True
+        self._returned.append(ReturnedMessage(method, properties, body))
+        return self._asked
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Pump pika's loop until something holds, the channel closes, or the deadline passes.
+
+        pika's own waiting goes on while output is unsent, whatever else holds, and a broker that
+        hangs or has an alarm reads nothing.
+        """
+        expired: list[bool] = []
+        connection = self._channel.connection
+        # The connection's own call_later fires only while the application pumps events.
+        timer = connection._impl._adapter_call_later(self._timeout, lambda: expired.append(True))
+        loop = connection._impl.ioloop
+        try:
+            self._channel._impl._raise_if_not_open()
+            ended = connection._closed_result
+            while not (condition() or expired or self._channel.is_closed or ended.ready):
+                loop.poll()
+                loop.process_timeouts()
+        finally:
+            connection._impl._adapter_remove_timeout(timer)
+        if condition():
+            return
+        if expired:
+            raise OutcomeUnknown(
+                f"the broker did not answer within {self._timeout:g} s (confirm_timeout)"
+            )
+        # As pika's own waiting ends: with what closed the connection, or else the channel.
+        if ended.ready:
+            error = ended.value.error
+            connection._cleanup()
+            raise error
+        raise self._channel._closing_reason or ChannelWrongStateError("Channel is closed.")
+
+    def _on_confirm(self, frame: Any) -> None:
+        tag, multiple = frame.method.delivery_tag, frame.method.multiple
+        # A confirm that comes after its deadline has a smaller tag.
+        if tag == self._awaited or (multiple and tag >= self._awaited):
+            self._confirmed = isinstance(frame.method, pika.spec.Basic.Ack)
