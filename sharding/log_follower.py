@@ -17,7 +17,7 @@ import pika
 
 from sharding import map_log
 from sharding.amqp import Channel, Message, Refused, Session
-from sharding.errors import RemoteError, UnsupportedFormat
+from sharding.errors import RemoteError, Unreachable, UnsupportedFormat
 from sharding.map_log import State
 
 LOG_QUEUE = "warren.shard-maps"
@@ -39,6 +39,10 @@ class LogFollower:
         self.state = State()
         self.failure: UnsupportedFormat | None = None
         self._next_offset = 0
+        self._reading = State()
+        """The state at the record that was read last; shown as `state` unless `_hidden`."""
+        self._hidden = False
+        self._first_record: str | None = None
         self._on_change = on_change
         self._moved = asyncio.Event()
         self._verdicts: dict[str, asyncio.Future[bool]] = {}
@@ -49,20 +53,53 @@ class LogFollower:
         await self._declare(session)
         self._writer = await session.channel()
         await self._writer.confirm_publishes()
+        if self._next_offset and await self._is_another_log(session):
+            self._begin_anew()
         await self._read_from(session, self._next_offset)
 
     async def catch_up(self, session: Session) -> None:
         """Return when all that was in the log at the time of the call has been read."""
         last = await self._last_offset(session)
         if last < self._next_offset - 1:
-            logger.warning("the map log was made anew; reading it from its first record")
-            self._move_to(State())
-            self._next_offset = 0
+            if not await self._is_another_log(session):
+                raise Unreachable("this node's replica of the map log is behind")
+            self._begin_anew()
             await self._read_from(session, 0)
         while self._next_offset <= last:
             self._moved.clear()
             await self._moved.wait()
             self._raise_failure()
+        if self._hidden:
+            self._hidden = False
+            self._show()
+
+    async def _is_another_log(self, session: Session) -> bool:
+        """Whether somebody deleted the log and it was made anew: its first record is another."""
+        first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def note(message: Message) -> None:
+            if not first.done():
+                first.set_result(message.properties.message_id or "")
+
+        channel = await session.channel()
+        try:
+            await channel.qos(1)
+            await channel.consume(LOG_QUEUE, note, arguments={"x-stream-offset": "first"})
+            try:
+                async with asyncio.timeout(EMPTY_AFTER):
+                    return await first != self._first_record
+            except TimeoutError:
+                return True  # ours has a record at least; this one has none
+        finally:
+            channel.close()
+
+    def _begin_anew(self) -> None:
+        """Read from the first record; what was known is shown until all of it is read."""
+        logger.warning("the map log was made anew; reading it from its first record")
+        self._reading = State()
+        self._next_offset = 0
+        self._first_record = None
+        self._hidden = True
 
     async def append(self, proposed: State) -> bool:
         """Propose a state and wait for the verdict of the log: whether it is the next one."""
@@ -141,15 +178,19 @@ class LogFollower:
             )
             self._moved.set()
             return
+        if offset == 0:
+            self._first_record = message.properties.message_id or ""
         self._next_offset = offset + 1
         try:
-            verdict = map_log.apply(self.state, message.body)
+            verdict = map_log.apply(self._reading, message.body)
         except UnsupportedFormat as error:
             self.failure = error
             self._moved.set()
             return
         if verdict.void is None:
-            self._move_to(verdict.state)
+            self._reading = verdict.state
+            if not self._hidden:
+                self._show()
         elif message.body != NOTHING:
             logger.debug("record %d of the map log is void: %s", offset, verdict.void)
         waiting = self._verdicts.get(message.properties.message_id or "")
@@ -157,9 +198,9 @@ class LogFollower:
             waiting.set_result(verdict.void is None)
         self._moved.set()
 
-    def _move_to(self, state: State) -> None:
-        before, self.state = self.state, state
-        self._on_change(before, state)
+    def _show(self) -> None:
+        before, self.state = self.state, self._reading
+        self._on_change(before, self.state)
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
