@@ -13,6 +13,7 @@ demo: ready
 	$(RUN)python -m examples.demo
 
 test: lint
+	$(RUN)python -m tests.cluster prepare 3.10 4.0
 	$(PYTEST)
 
 lint: ready
@@ -23,6 +24,7 @@ lint: ready
 
 # The whole suite on every broker version; sid's 4.3 moves, so it is not part of `make test`.
 matrix: lint
+	$(RUN)python -m tests.cluster prepare 3.10 4.0 4.3
 	for version in 3.10 4.0 4.3; do \
 	  echo "== RabbitMQ $$version"; $(PYTEST) --broker-version $$version || exit 1; \
 	done

@@ -9,12 +9,14 @@ only. Each step first looks whether its work is done; a second run does nothing.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,7 +89,9 @@ def ensure_command(command: str, package: str, why: str) -> str:
     """The path of `command`, installed with apt if it is not there."""
     path = shutil.which(command)
     if path is None:
-        apt_install(package, why=why)
+        with _one_at_a_time():
+            if shutil.which(command) is None:  # not installed while we waited
+                apt_install(package, why=why)
         path = shutil.which(command)
     if path is None:
         raise Missing(f"{why}; {package} was installed, but there is no {command} on the PATH")
@@ -111,13 +115,25 @@ def apt_install(*packages: str, why: str) -> None:
 
 
 @contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """dpkg locks out a second one with an error; let it wait instead."""
+    with (Path(tempfile.gettempdir()) / "warren-apt.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
 def _no_services() -> Iterator[None]:
-    """Tell Debian's maintainer scripts, in their own way, not to start daemons."""
+    """Tell Debian's maintainer scripts, in their own way, not to start daemons.
+
+    A machine's own policy is left alone; one that a killed run of ours left is taken over.
+    """
     policy = Path("/usr/sbin/policy-rc.d")
-    if policy.exists():
+    ours = "#!/bin/sh\n# Warren's, for the time of an installation\nexit 101\n"
+    if policy.exists() and policy.read_text() != ours:
         yield
         return
-    policy.write_text("#!/bin/sh\nexit 101\n")
+    policy.write_text(ours)
     policy.chmod(0o755)
     try:
         yield
