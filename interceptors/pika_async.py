@@ -18,11 +18,13 @@ from pika.spec import Basic
 from interceptors import plan
 from interceptors.pika_async_base import OnMessage
 from interceptors.pika_async_publish import OnFrame, PublishingChannel
-from interceptors.pika_loop import Done, Settling, answered, on_loop
+from interceptors.pika_loop import Done, Settling, answered, later, on_loop
 from interceptors.plan import Placement
 from sharding.errors import ShardUnavailable
 from sharding.shard_map import Route, ShardMap
 from sharding.topology import Topology
+
+_LOOK_AGAIN = 1.0
 
 
 class AsyncShardedChannel(PublishingChannel):
@@ -148,16 +150,50 @@ class AsyncShardedChannel(PublishingChannel):
         deliver = self._with_wrapper(on_message_callback)
         consumed: dict[str, str] = {}
 
-        def consume_missing() -> None:
+        looking = False
+
+        def consume_missing(counts: Mapping[str, int | None] | None = None) -> None:
             shard_map = self._topology.shard_map(queue)
             for shard in shard_map.shards if shard_map and self.is_open else ():
-                if shard.name not in consumed:
-                    tag = consumed[shard.name] = self._inner._generate_consumer_tag()
-                    self._in_order(
-                        self._channel.basic_consume, shard.name, deliver, auto_ack, consumer_tag=tag
-                    )
+                if shard.name in consumed:
+                    continue
+                silent = counts is not None and counts.get(shard.name) is None
+                # To consume a shard that is away would close the channel, with all consumers.
+                if silent or self._topology.unavailable(shard.name):
+                    look_later()
+                    continue
+                tag = consumed[shard.name] = self._inner._generate_consumer_tag()
+                self._in_order(
+                    self._channel.basic_consume, shard.name, deliver, auto_ack, consumer_tag=tag
+                )
+
+        def look_later() -> None:
+            nonlocal looking
+            if not looking and self.is_open:
+                looking = True
+                later(connection, _LOOK_AGAIN, look)
+
+        def look() -> None:
+            nonlocal looking
+            looking = False
+            shard_map = self._topology.shard_map(queue)
+            self._topology.when_counted(
+                [shard.name for shard in shard_map.shards] if shard_map else [],
+                lambda counts: on_loop(
+                    connection, lambda: self._resume(lambda: consume_missing(counts))
+                ),
+            )
+
+        def cancelled(frame: Any) -> None:
+            """The broker ended a consumer: its shard was deleted, or its node is going down."""
+            for shard in [
+                name for name, tag in consumed.items() if tag == frame.method.consumer_tag
+            ]:
+                del consumed[shard]
+                look_later()
 
         connection = self._channel.connection
+        self._channel.add_on_cancel_callback(cancelled)
         self._at_close.append(
             self._topology.subscribe(
                 lambda *_: on_loop(connection, lambda: self._resume(consume_missing))

@@ -35,6 +35,11 @@ _MOST_LOOKS = 20
 _CALM_LOOKS = 3
 
 
+def later(connection: Any, seconds: float, work: Callable[[], None]) -> None:
+    """Run `work` on the connection's loop after a while."""
+    connection._adapter_call_later(seconds, work)
+
+
 def on_loop(connection: Any, call: Callable[[], None]) -> None:
     """Run `call` on the connection's loop; may be called on any thread."""
     # A loop that has been closed refuses, each kind in its own way, and nobody waits there.

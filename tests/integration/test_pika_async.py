@@ -341,6 +341,22 @@ def test_consume_all_covers_every_shard_and_those_that_come_later(
     wait_until(lambda: consumers(topology, names) == [1] * 6, PATIENCE)
 
 
+def test_shard_that_was_gone_for_a_while_is_consumed_again(
+    connect: Connect, cluster: Cluster, topology: Topology, queue: str
+) -> None:
+    sharded(topology, queue, 1)
+    client = connect()
+    client.do(lambda: client.channel.basic_consume_all(queue, client.on_message, True))
+    shard_map = topology.shard_map(queue)
+    assert shard_map is not None
+    names = [shard.name for shard in shard_map.shards]
+    wait_until(lambda: consumers(topology, names) == [1] * 3, PATIENCE)
+    with raw_channel(cluster.nodes[0]) as raw:
+        raw.queue_delete(names[1])
+    topology.ensure(queue)
+    wait_until(lambda: consumers(topology, names) == [1] * 3, PATIENCE)
+
+
 def start_consuming(client: Client, queue: str) -> str:
     return str(client.do(lambda: client.channel.basic_consume(queue, client.on_message, True)))
 
