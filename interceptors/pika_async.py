@@ -18,7 +18,7 @@ from pika.spec import Basic
 from interceptors import plan
 from interceptors.pika_async_base import OnMessage
 from interceptors.pika_async_publish import OnFrame, PublishingChannel
-from interceptors.pika_loop import Done, Settling, answered, later, on_loop
+from interceptors.pika_loop import ANSWER_TIMEOUT, Done, Settling, answered, later, on_loop
 from interceptors.plan import Placement
 from sharding.errors import ShardUnavailable
 from sharding.shard_map import Route, ShardMap
@@ -109,6 +109,9 @@ class AsyncShardedChannel(PublishingChannel):
             consume.queue = shard
             self._claimed.append(shard)
 
+            # A node that hangs never answers; the calls behind this one then go on without it.
+            go_on = answered(self._channel.connection, ANSWER_TIMEOUT, None, lambda _: done())
+
             # Counted by the broker from now on; only then is the next consumer's count right.
             def consumed(frame: Any) -> None:
                 self._claimed.remove(shard)
@@ -116,7 +119,7 @@ class AsyncShardedChannel(PublishingChannel):
                 if not consume.exclusive and len(shards) > 1:
                     channel, topology, order = self._channel, self._topology, self._order
                     Settling(channel, topology, order, consume, shards).look_later()
-                done()
+                go_on(frame)
                 if callback is not None:
                     callback(frame)
 

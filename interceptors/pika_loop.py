@@ -35,6 +35,10 @@ _MOST_LOOKS = 20
 _CALM_LOOKS = 3
 
 
+ANSWER_TIMEOUT = 30.0
+"""How long calls wait behind a consume that the broker does not answer."""
+
+
 def later(connection: Any, seconds: float, work: Callable[[], None]) -> None:
     """Run `work` on the connection's loop after a while."""
     connection._adapter_call_later(seconds, work)
@@ -244,16 +248,18 @@ class Settling:
             return
         logger.info("moving a consumer from %r to %r, which has fewer", self._consume.queue, target)
         tag = {"consumer_tag": self._consume.consumer_tag}
+        # A node that hangs never answers; the calls behind the move then go on without it.
+        go_on = answered(self._channel.connection, ANSWER_TIMEOUT, None, lambda _: done())
 
         def cancelled(_: Any) -> None:
             if not self._alive():
-                done()
+                go_on(None)
                 return
             self._consume.queue = target
             self._channel._rpc(self._consume, consumed, [(Basic.ConsumeOk, tag)])
 
-        def consumed(_: Any) -> None:
-            done()
+        def consumed(frame: Any) -> None:
+            go_on(frame)
             self.look_later()
 
         cancel = Basic.Cancel(consumer_tag=self._consume.consumer_tag, nowait=False)
