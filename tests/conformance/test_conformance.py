@@ -1,47 +1,39 @@
 """Our wrappers, on a broker without the plugin, show the application what the plugin would.
 
 The script is the same, and so is what it must show: the recording of the real plugin on 4.0, which
-`test_plugin_transcript` keeps honest, but for the differences named in `recorded`. A kind of
-channel is skipped until its wrapper exists.
+`test_plugin_transcript` keeps honest, but for the differences named in `recorded`.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 
+from interceptors import AioShardedChannel, AsyncShardedChannel, ShardedChannel
+from sharding import Topology
 from tests.cluster import Cluster
 from tests.conformance import recorded
 from tests.conformance.callers import CALLERS, Wrap
 from tests.conformance.script import SCENARIOS
 from tests.conformance.stage import Stage, wrapped_stage
+from tests.sharded import topology_of
 
 pytestmark = pytest.mark.cluster
 
-WRAPPERS = {
-    "blocking": "ShardedChannel",
-    "async": "AsyncShardedChannel",
-    "aio": "AioShardedChannel",
-    "robust": "AioShardedChannel",
+WRAPPERS: dict[str, Callable[[Any, Topology], Any]] = {
+    "blocking": ShardedChannel,
+    "async": AsyncShardedChannel,
+    "aio": AioShardedChannel,
+    "robust": AioShardedChannel,
 }
-
-
-def exported(package: str, name: str) -> Any:
-    """A class of ours, or None while it is not written."""
-    return getattr(importlib.import_module(package), name, None)
 
 
 @pytest.fixture(scope="module")
 def bare(any_version: str) -> Iterator[Cluster]:
-    if not any(exported("interceptors", name) for name in WRAPPERS.values()):
-        pytest.skip("interceptors has no wrapper yet")
-    if exported("sharding", "Topology") is None:
-        pytest.skip("sharding has no Topology yet")
     with Cluster.start(version=any_version) as running:
         yield running
 
@@ -55,13 +47,8 @@ def stages(bare: Cluster) -> dict[str, Stage]:
 @contextmanager
 def session(cluster: Cluster, kind: str) -> Iterator[Wrap]:
     """What a process of ours has: a topology of its own, which knows all nodes of the cluster."""
-    wrapper = exported("interceptors", WRAPPERS[kind])
-    endpoints = [node.endpoint for node in cluster]
-    with exported("sharding", "Topology")(
-        *(endpoint.amqp_url for endpoint in endpoints),
-        management_urls=[endpoint.management.url for endpoint in endpoints],
-    ) as topology:
-        yield lambda raw: wrapper(raw, topology)
+    with topology_of(cluster) as topology:
+        yield lambda raw: WRAPPERS[kind](raw, topology)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -69,6 +56,4 @@ def session(cluster: Cluster, kind: str) -> Iterator[Wrap]:
 def test_wrapper_shows_what_the_plugin_shows(
     stages: dict[str, Stage], kind: str, scenario: str
 ) -> None:
-    if exported("interceptors", WRAPPERS[kind]) is None:
-        pytest.skip(f"interceptors has no {WRAPPERS[kind]} yet")
     assert stages[kind].play(SCENARIOS[scenario]) == recorded.wanted(kind, scenario)
