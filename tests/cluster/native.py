@@ -87,6 +87,8 @@ class NativeNode:
 
     def freeze(self) -> None:
         processes.send(self.folder, signal.SIGSTOP)
+        # The signal is sent; each thread stops when the kernel next sees it.
+        wait_until(lambda: processes.all_stopped(self.folder), 10)
 
     def thaw(self) -> None:
         processes.send(self.folder, signal.SIGCONT)

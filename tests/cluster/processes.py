@@ -73,6 +73,15 @@ def wait_until_gone(folder: Path, timeout: float) -> bool:
     return True
 
 
+def all_stopped(folder: Path) -> bool:
+    """Whether every thread of every process of `folder` is stopped by a signal."""
+    return all(
+        _state(thread) == "T"
+        for pid in marked(folder)
+        for thread in Path(f"/proc/{pid}/task").glob("*/stat")
+    )
+
+
 def beam(folder: Path) -> list[int]:
     """The Erlang virtual machines among the processes of `folder`."""
     return [pid for pid in marked(folder) if _name(pid) == "beam.smp"]
@@ -113,6 +122,13 @@ def alive(pid: int, start_time: int) -> bool:
 def _start_time(pid: int) -> int:
     # Field 22; the second field, the name in parentheses, may hold spaces.
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def _state(stat: Path) -> str:
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "T"  # it has ended
 
 
 def _name(pid: int) -> str:
