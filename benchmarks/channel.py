@@ -20,7 +20,7 @@ LOGICAL = "images"
 BODY = b"x" * 100
 PUBLISHED = 10_000
 CONSUMED = 10_000
-ROUNDS = 9
+ROUNDS = 7
 
 
 def main() -> None:

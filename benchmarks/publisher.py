@@ -37,7 +37,7 @@ WINDOW = 2_000
 BODY = b"x" * 100
 MESSAGES = 30_000
 BLOCKING_MESSAGES = 2_000
-ROUNDS = 7
+ROUNDS = 5
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 
 

@@ -279,7 +279,7 @@ class _Sending:
 class _Addressed:
     """A message with the shard's name added as a blind copy; the application's is left alone.
 
-    The broker routes by BCC as by the routing key and removes it (see `plan.addressed`).
+    The broker routes by BCC as by the routing key and removes it (see `addressing`).
     """
 
     def __init__(self, message: Any, shard: str) -> None:

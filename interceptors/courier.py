@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from typing import TYPE_CHECKING, cast
@@ -11,9 +10,9 @@ import pika
 from pika.adapters.select_connection import IOLoop
 from pika.spec import Basic
 
+from interceptors.addressing import Encoded
 from interceptors.confirms import Ledger, Message
 from interceptors.node_link import NodeLink
-from sharding.errors import InvalidInput
 from sharding.hashing import Key
 from sharding.shard_map import ShardMap
 
@@ -27,33 +26,6 @@ TICK = 0.05
 UNBLOCKED_PATIENCE = 1.0
 """How long overdue confirms may still come on a connection that was blocked until now."""
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
-
-
-class Encoded(pika.BasicProperties):
-    """Properties that are encoded once, when they are published, with the shard in BCC."""
-
-    def __init__(self, plain: pika.BasicProperties, shard: str | None) -> None:
-        self.plain = copy.copy(plain)
-        self.shard = shard
-        addressed = self.plain
-        headers = dict(plain.headers or {})
-        if plain.headers is not None:
-            self.plain.headers = headers
-        if shard is not None:
-            own = headers.get("BCC", [])
-            if not isinstance(own, list):
-                raise InvalidInput("headers['BCC']", "must be a list of routing keys", own)
-            addressed = copy.copy(plain)
-            addressed.headers = {**headers, "BCC": [*own, shard]}
-        try:
-            self._bytes = b"".join(addressed.encode())
-        except Exception as error:
-            # pika raises whatever comes: AssertionError, struct.error, AttributeError, its own.
-            rule = f"must be properties that AMQP can express ({type(error).__name__})"
-            raise InvalidInput("properties", rule, plain.headers) from error
-
-    def encode(self) -> list[bytes]:
-        return [self._bytes]
 
 
 CourierMessage = Message[Encoded | None]

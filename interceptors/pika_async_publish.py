@@ -22,6 +22,7 @@ from pika.channel import Channel
 from pika.spec import Basic
 
 from interceptors import plan
+from interceptors.addressing import addressed
 from interceptors.pika_async_base import DeferringChannel
 from interceptors.pika_loop import Done, off_loop
 from sharding.errors import InvalidInput, WarrenError
@@ -198,7 +199,7 @@ class PublishingChannel(DeferringChannel):
             if only_if_available:
                 self._check_available(shard_map, shard)
             body = body.encode() if isinstance(body, str) else body
-            sent = plan.addressed(properties, shard.name)
+            sent = addressed(properties, shard.name)
             self._channel.basic_publish(shard_map.exchange, routing_key, body, sent, True)
             if self._unconfirmed is not None:
                 content = content_of(shard_map.exchange, routing_key, body)
@@ -274,7 +275,7 @@ class PublishingChannel(DeferringChannel):
                 self._log_unstored(logical, key)
                 continue
             self._published_again.note(shard_map.exchange, key, body)
-            sent = plan.addressed(properties, now)
+            sent = addressed(properties, now)
             self._in_order(self._channel.basic_publish, shard_map.exchange, key, body, sent, True)
 
     def _log_unstored(self, logical: str, key: str) -> None:

@@ -17,6 +17,7 @@ from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import ChannelClosedByBroker, NackError, UnroutableError
 
 from interceptors import plan
+from interceptors.addressing import Encoded, addressed
 from interceptors.pika_confirms import BlockingConfirms
 from interceptors.pika_consume_all import ConsumeAll
 from interceptors.pika_settling import Settling
@@ -59,6 +60,7 @@ class ShardedChannel:
         self._node = node
         self._asked = plan.AskedReturns()
         self._routed: dict[str, ShardMap] = {}
+        self._encoded: dict[str, Encoded] = {}
         self._random = random.Random()
         self._inner._impl.add_on_return_callback(self._on_return)
 
@@ -295,7 +297,7 @@ class ShardedChannel:
             self._asked.note(shard_map.exchange, routing_key, _bytes(body))
         self._routed[shard_map.exchange] = shard_map
         try:
-            sent = plan.addressed(properties, shard)
+            sent = addressed(properties, shard) if properties else self._bare(shard)
             self._confirms.publish(shard_map.exchange, routing_key, body, sent, True, mandatory)
         except (NackError, OutcomeUnknown):
             self._topology.suspect(shard)
@@ -305,6 +307,13 @@ class ShardedChannel:
             if mandatory:
                 raise
             self._publish_again(exchange, routing_key, body, properties, shard)
+
+    def _bare(self, shard: str) -> pika.BasicProperties:
+        """The properties of a message that has none: the same each time, so encoded once."""
+        encoded = self._encoded.get(shard)
+        if encoded is None:
+            encoded = self._encoded[shard] = Encoded(pika.BasicProperties(), shard)
+        return encoded
 
     def _publish_again(
         self,
@@ -323,7 +332,7 @@ class ShardedChannel:
                 f"{shard!r} is not bound to the exchange {logical!r}, nothing was stored; "
                 "'warren shards ensure' makes it again"
             )
-        again = plan.addressed(properties, now)
+        again = addressed(properties, now)
         self._confirms.publish(shard_map.exchange, routing_key, body, again, True, asked=False)
 
     def _shard_for(self, shard_map: ShardMap, routing_key: str) -> str:

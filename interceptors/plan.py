@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-import pika
-
 from sharding import Policy, ShardMap, ShardName, ShardUnavailable
 from sharding.errors import InvalidInput
 from sharding.shard_map import Shard
@@ -91,23 +89,6 @@ def check_available(shard_map: ShardMap, shard: Shard, unavailable: bool) -> Non
             f"the key belongs to {shard.name!r} on {shard.node}, which is away; try again later, "
             f"or set on_unavailable to 'move' in the policy {shard_map.policy.name!r}"
         )
-
-
-def addressed(properties: pika.BasicProperties | None, shard: str) -> pika.BasicProperties:
-    """The properties with the shard's name added as a blind copy; the caller's are left alone.
-
-    The broker routes by BCC as by the routing key and removes it, so that what is delivered and
-    returned carries the exchange, the routing key and the headers that the application sent.
-    """
-    sent = pika.BasicProperties()
-    if properties is None:
-        sent.headers = {"BCC": [shard]}
-        return sent
-    sent.__dict__.update(properties.__dict__)
-    headers: dict[str, Any] = dict(properties.headers or {})
-    headers["BCC"] = [*headers.get("BCC", ()), shard]
-    sent.headers = headers
-    return sent
 
 
 def policy_of_arguments(

@@ -31,8 +31,9 @@ from typing import Literal
 
 import pika
 
+from interceptors.addressing import Encoded
 from interceptors.confirms import Ledger, Message
-from interceptors.courier import Courier, CourierMessage, Encoded, wire
+from interceptors.courier import Courier, CourierMessage, wire
 from interceptors.outcomes import Report, Result, Tally
 from sharding.errors import (
     InvalidInput,
