@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
-from tests.cluster import DEFAULT_VERSION, Cluster
+from tests.cluster import DEFAULT_VERSION, Cluster, NotOurs
 from tests.cluster.docker import engine_answers
 
 OLDEST_VERSION = "3.10"
@@ -35,6 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = pytest.mark.skip(reason="no Docker engine answers on this machine")
         for item in wants_docker:
             item.add_marker(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """A test that would harm brokers which somebody else runs is skipped, and says so."""
+    try:
+        return (yield)
+    except NotOurs as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="session")
