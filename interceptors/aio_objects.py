@@ -40,7 +40,7 @@ class Proxy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # __class__ is no property to mypy, but isinstance asks it
     def __class__(self) -> Any:
         return type(self._wrapped)
 

@@ -311,7 +311,7 @@ def _describe(error: BaseException) -> tuple[str, int]:
         return _describe(error.args[0])
     code = getattr(error, "reply_code", 0)
     if code:
-        return f"{code} {error.reply_text}", code  # type: ignore[attr-defined]
+        return f"{code} {error.reply_text}", code  # type: ignore[attr-defined]  # has a code, has a text
     text = str(error) or type(error).__name__
     # pika guesses "probably authentication" from the moment of the loss, and packs what it knows
     # into the text; only what the broker itself said counts as its word.

@@ -45,7 +45,7 @@ def new_endpoint(record: folders.Record) -> Endpoint:
 
 
 def epmd_addresses(record: folders.Record) -> list[str]:
-    # epmd listens at each of them, and some versions take no more than 13 besides their own two.
+    # epmd listens at each of them: 14 are too many, 12 are taken by all three versions (tried).
     return [f"127.0.{record.block}.{number}" for number in range(1, 13)]
 
 

@@ -53,7 +53,7 @@ class BlockingCaller(Caller):
         seen = values.attempt(lambda: outcome.wait(patience))
         if seen == HANGS:
             self.hung = True
-            sever(self.connection._impl)  # type: ignore[attr-defined]
+            sever(self.connection._impl)  # type: ignore[attr-defined]  # pika's own, not in its stubs
         return seen
 
     def declare(

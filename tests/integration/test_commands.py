@@ -150,8 +150,8 @@ def test_plugin_is_taken_over_with_its_queues_and_messages(with_plugin: Cluster)
 def _plugin_has_made(cluster: Cluster, logical: str) -> bool:
     """Set the plugin's policy and see whether it made all shards.
 
-    On a cluster that has just started it sometimes makes those of one node only, and no more until
-    its policy is set anew (seen on 4.0.5).
+    On a cluster that has just started it does not always (4 of 6 seen on 4.0.5, and no more in ten
+    minutes), so the policy is set anew.
     """
     body = {"pattern": f"^{logical}$", "definition": {"shards-per-node": 2}}
     api = cluster.nodes[0].management
