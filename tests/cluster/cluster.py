@@ -19,7 +19,7 @@ from typing import Any
 from sharding.management import Management, NoAnswer
 from tests.cluster import docker, folders, foreign, native, processes, sources
 from tests.cluster.haproxy import Balancer
-from tests.cluster.nodes import Driver, Endpoint, NotOurs, serves
+from tests.cluster.nodes import LISTENERS, Driver, Endpoint, NotOurs, serves
 from tests.cluster.waiting import wait_until
 
 PLUGINS = ("rabbitmq_management", "rabbitmq_stream", "rabbitmq_stream_management")
@@ -146,7 +146,6 @@ class Cluster:
                 version=installation.version if installation else version,
                 source=source,
                 block=block,
-                epmd_port=native.free_port("127.0.0.1"),
                 owner=None if keep else processes.identity(),
                 plugins=[*PLUGINS, *plugins],
                 config=config,
@@ -234,6 +233,7 @@ class Cluster:
         balancer = Balancer.start(
             folders.cluster_folder(self.name) / f"haproxy-{number}",
             f"127.0.{record.block}.{200 + number}",
+            native.free_ports(record, len(LISTENERS)),
             [node.endpoint for node in nodes or self.nodes],
         )
         self._balancers.append(balancer)

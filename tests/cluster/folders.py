@@ -24,6 +24,7 @@ from typing import Any
 
 from tests.cluster import processes
 
+_FIRST_PORT, _PORTS_OF_A_BLOCK, _BLOCKS = 20_000, 100, 119
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,40}")
 
 
@@ -56,13 +57,22 @@ class Record:
     source: str
     block: int
     """The nodes are at 127.0.<block>.1 and up, so clusters side by side never share an address."""
-    epmd_port: int
     owner: list[int] | None
     """The pid and start time of the process it dies with."""
     plugins: list[str]
     config: str
     extra_ports: list[str]
     nodes: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def ports(self) -> range:
+        """Ports that no other cluster takes, below the range that outgoing connections use."""
+        first = _FIRST_PORT + _PORTS_OF_A_BLOCK * (self.block - 1)
+        return range(first, first + _PORTS_OF_A_BLOCK)
+
+    @property
+    def epmd_port(self) -> int:
+        return self.ports[-1]
 
     def save(self) -> None:
         path = cluster_folder(self.name) / "cluster.json"
@@ -115,7 +125,7 @@ def reserve(name: str, make_record: Any) -> Record:
         if folder.exists():
             raise FileExistsError(f"cluster {name!r} is running already; make down stops it")
         taken = {record.block for record in records()}
-        block = next(number for number in range(1, 255) if number not in taken)
+        block = next(number for number in range(1, _BLOCKS + 1) if number not in taken)
         folder.mkdir(parents=True)
         record: Record = make_record(block)
         record.save()

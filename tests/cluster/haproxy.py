@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tests import machine
 from tests.cluster import processes
-from tests.cluster.native import free_port
 from tests.cluster.nodes import LISTENERS, Endpoint, answers_tcp
 from tests.cluster.waiting import wait_until
 
@@ -22,11 +21,12 @@ class Balancer:
     endpoint: Endpoint
 
     @classmethod
-    def start(cls, folder: Path, address: str, nodes: Sequence[Endpoint]) -> Balancer:
+    def start(
+        cls, folder: Path, address: str, ports: Sequence[int], nodes: Sequence[Endpoint]
+    ) -> Balancer:
         haproxy = machine.ensure_command("haproxy", "haproxy", "tests run behind a load balancer")
-        balancer = cls(
-            folder, Endpoint("haproxy", address, {name: free_port(address) for name in LISTENERS})
-        )
+        listeners = dict(zip(LISTENERS, ports, strict=True))
+        balancer = cls(folder, Endpoint("haproxy", address, listeners))
         folder.mkdir(parents=True)
         (folder / "haproxy.cfg").write_text(_configuration(balancer.endpoint, nodes))
         argv = [haproxy, "-db", "-f", str(folder / "haproxy.cfg")]

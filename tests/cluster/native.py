@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import socket
@@ -22,13 +21,26 @@ from tests.cluster.waiting import wait_until
 _NO_BUSY_WAIT = "+sbwt none +sbwtdcpu none +sbwtdio none"
 
 
-def free_port(address: str) -> int:
-    """A port that nobody listens on, outside the range from which connections take theirs."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((address, port))
-            return port
+def free_ports(record: folders.Record, count: int) -> list[int]:
+    """Ports of the cluster's own block that none of its nodes has and nobody listens on.
+
+    A node that is down must find its ports free when it comes back, so no other cluster may choose
+    them meanwhile. They have to be free at every address: a node does not start if its
+    distribution port is in use anywhere on the machine.
+    """
+    taken = {record.epmd_port} | {port for node in record.nodes for port in node["ports"].values()}
+    found = [port for port in record.ports if port not in taken and _is_free(port)]
+    if len(found) < count:
+        raise RuntimeError(f"{count} free ports wanted in {record.ports}, {len(found)} found")
+    return found[:count]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections linger
+        probe.bind(("", port))
+        return True
+    return False
 
 
 def new_endpoint(record: folders.Record) -> Endpoint:
@@ -41,7 +53,8 @@ def new_endpoint(record: folders.Record) -> Endpoint:
     wanted = (*LISTENERS, "distribution", *record.extra_ports)
     # epmd knows nodes by the part before the @, and the cluster has one epmd.
     name = f"rmq{address.rpartition('.')[2]}@{address}"
-    return Endpoint(name, address, {port: free_port(address) for port in wanted})
+    ports = free_ports(record, len(wanted))
+    return Endpoint(name, address, dict(zip(wanted, ports, strict=True)))
 
 
 def epmd_addresses(record: folders.Record) -> list[str]:
@@ -110,11 +123,12 @@ class NativeNode:
         return done.stdout
 
     def last_words(self) -> str:
-        logs = [self.folder / "output.log", *sorted((self.folder / "log").glob("*.log"))]
+        logs = [*sorted((self.folder / "log").glob("*.log")), self.folder / "output.log"]
         lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
-        # What went wrong stands before the crash reports that follow from it.
-        errors = [line for line in lines if "[error]" in line or "[warning]" in line]
-        return "\n".join(errors[:20] or lines[-20:])
+        # What went wrong stands before the crash reports that follow from it; what it printed and
+        # did not log, such as a port that is taken, comes last.
+        errors = [line for line in lines if "[error]" in line]
+        return "\n".join([*errors[:10], "…", *lines[-20:]])
 
     def _environment(self) -> dict[str, str]:
         address, dist = self.endpoint.address, self.endpoint.ports["distribution"]

@@ -54,26 +54,36 @@ def test_connection_through_a_balancer_knows_its_node(
 ) -> None:
     balancer = cluster.balancer()
     try:
-        for _ in range(3):
+        for number in range(3):
             parameters = pika.URLParameters(balancer.endpoint.amqp_url)
             with pika.BlockingConnection(parameters) as connection:
                 channel = ShardedChannel(connection.channel(), topology)
                 declared = channel.queue_declare(images.logical, durable=True).method.queue
                 # Who answers a connection through the balancer, asked of the management API.
-                tag = channel.basic_consume(images.logical, lambda *_: None, consumer_tag="here")
-                assert tag == "here"
-                wait_until(lambda: _node_of_consumer(cluster, "here") is not None, 20)
-                node = _node_of_consumer(cluster, "here")
+                # It shows a consumer for a while after its end, so each has a tag of its own.
+                tag = f"here-{number}"
+                assert tag == channel.basic_consume(images.logical, ignored, consumer_tag=tag)
+                node = _node_of_consumer(cluster, tag)
                 assert declared == f"sharding: {images.logical} - {node} - 0"
     finally:
         balancer.stop()
 
 
-def _node_of_consumer(cluster: Cluster, tag: str) -> str | None:
-    for consumer in cluster.nodes[0].management.get("consumers"):
-        if consumer["consumer_tag"] == tag:
-            return str(consumer["channel_details"]["node"])
-    return None
+def ignored(*_: object) -> None:
+    pass
+
+
+def _node_of_consumer(cluster: Cluster, tag: str) -> str:
+    found: list[str] = []
+
+    def listed() -> list[str]:
+        for consumer in cluster.nodes[0].management.get("consumers"):
+            if consumer["consumer_tag"] == tag:
+                found.append(consumer["channel_details"]["node"])
+        return found
+
+    wait_until(listed, 20)
+    return found[0]
 
 
 def test_one_call_consumes_every_shard_also_later_ones(

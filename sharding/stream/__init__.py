@@ -1,0 +1,1 @@
+"""RabbitMQ streams: producers at leaders, consumers at replicas, behind any load balancer."""

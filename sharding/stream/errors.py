@@ -1,0 +1,121 @@
+"""What can go wrong with streams, as branches of Warren's one tree of errors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from sharding.errors import (
+    OutcomeUnknown,
+    RemoteError,
+    ShardUnavailable,
+    TryLater,
+    Unreachable,
+)
+from sharding.stream.protocol import Broker, Code
+
+
+class ProtocolError(RemoteError):
+    """The peer broke the protocol, or a limit of ours; its connection is closed."""
+
+
+class ConnectionLost(Unreachable):
+    """The connection ended before the answer came."""
+
+
+class NoAnswerInTime(OutcomeUnknown, TimeoutError):
+    """A request was sent, and no answer came before the deadline."""
+
+
+class StreamRefused(RemoteError):
+    """The broker answered a command with a code other than OK."""
+
+    def __init__(self, command: str, code: int, subject: str = "") -> None:
+        self.command = command
+        self.code = code
+        self.subject = subject
+        of = f" of {subject!r}" if subject else ""
+        super().__init__(f"{command}{of} was refused: {code_name(code)}")
+
+    def __reduce__(self) -> tuple[type[StreamRefused], tuple[str, int, str]]:
+        return type(self), (self.command, self.code, self.subject)
+
+
+class StreamNotFound(StreamRefused):
+    """There is no such stream."""
+
+
+class StreamExists(StreamRefused):
+    """There is such a stream already."""
+
+
+class StreamUnavailable(StreamRefused, ShardUnavailable):
+    """The stream exists, but can't be used now or through this node."""
+
+
+class AuthenticationFailed(StreamRefused):
+    """User, password or mechanism are not accepted."""
+
+
+class AccessRefused(StreamRefused):
+    """The user lacks a permission."""
+
+
+class NoLeader(ShardUnavailable):
+    """The stream has no leader now: an election is under way, or its nodes are down."""
+
+
+class NodeNotReached(Unreachable):
+    """Every try through the load balancer ended at a node that was not wanted."""
+
+    def __init__(self, wanted: Iterable[Broker], seen: Iterable[Broker], balancer: str) -> None:
+        self.wanted = tuple(wanted)
+        self.seen = Counter(seen)
+        names = " or ".join(map(str, self.wanted))
+        found = ", ".join(f"{node} {times}×" for node, times in self.seen.items()) or "no node"
+        super().__init__(
+            f"wanted {names} through {balancer}, reached {found}; the balancer must reach every "
+            "node, and the nodes' advertised_host and advertised_port must be what Metadata says"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Unpickled as plain text: the parts stand in it.
+        return Unreachable, (str(self),)
+
+
+class Overloaded(TryLater):
+    """The buffer of unconfirmed messages stayed full until the deadline."""
+
+
+class ClientFull(TryLater):
+    """A connection has no publisher or subscription id left."""
+
+
+_BY_CODE: dict[int, type[StreamRefused]] = {
+    Code.NO_SUCH_STREAM: StreamNotFound,
+    Code.STREAM_EXISTS: StreamExists,
+    Code.STREAM_NOT_AVAILABLE: StreamUnavailable,
+    Code.SASL_MECHANISM_UNSUPPORTED: AuthenticationFailed,
+    Code.AUTHENTICATION_FAILURE: AuthenticationFailed,
+    Code.SASL_ERROR: AuthenticationFailed,
+    Code.LOOPBACK_ONLY: AuthenticationFailed,
+    Code.VHOST_ACCESS_REFUSED: AccessRefused,
+    Code.ACCESS_REFUSED: AccessRefused,
+}
+
+
+def refusal(command: str, code: int, subject: str = "") -> StreamRefused:
+    """The error for a code that is not OK."""
+    return _BY_CODE.get(code, StreamRefused)(command, code, subject)
+
+
+def code_name(code: int) -> str:
+    """
+    >>> code_name(2)
+    'no such stream (code 2)'
+    """
+    try:
+        name = Code(code).name.lower().replace("_", " ")
+    except ValueError:
+        name = "an answer unknown to us"
+    return f"{name} (code {code})"
