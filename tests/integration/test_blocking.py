@@ -77,9 +77,9 @@ def _node_of_consumer(cluster: Cluster, tag: str) -> str:
     found: list[str] = []
 
     def listed() -> list[str]:
-        for consumer in cluster.nodes[0].management.get("consumers"):
-            if consumer["consumer_tag"] == tag:
-                found.append(consumer["channel_details"]["node"])
+        consumers = cluster.nodes[0].management.get("consumers")
+        here = [consumer for consumer in consumers if consumer["consumer_tag"] == tag]
+        found.extend(consumer["channel_details"]["node"] for consumer in here)
         return found
 
     wait_until(listed, 20)
