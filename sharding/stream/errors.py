@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from sharding.errors import (
+    LocalError,
     OutcomeUnknown,
     RemoteError,
     ShardUnavailable,
@@ -17,6 +18,14 @@ from sharding.stream.protocol import Broker, Code
 
 class ProtocolError(RemoteError):
     """The peer broke the protocol, or a limit of ours; its connection is closed."""
+
+
+class PeerNotTrusted(ProtocolError):
+    """The peer's certificate is not accepted, or it does not speak TLS. No password was sent."""
+
+
+class NotSupported(LocalError):
+    """The broker is too old for the command; it was not sent."""
 
 
 class ConnectionLost(Unreachable):
@@ -87,8 +96,28 @@ class Overloaded(TryLater):
     """The buffer of unconfirmed messages stayed full until the deadline."""
 
 
+class TooManyRequests(TryLater):
+    """Too many requests on one connection wait for an answer."""
+
+
 class ClientFull(TryLater):
     """A connection has no publisher or subscription id left."""
+
+
+class DataLost(RemoteError):
+    """Retention deleted messages before they were read."""
+
+    def __init__(self, stream: str, asked: int, found: int) -> None:
+        self.stream = stream
+        self.asked = asked
+        self.found = found
+        super().__init__(
+            f"{stream!r} no longer has what was to be read from offset {asked}: it goes on at "
+            f"{found}; keep more (max-age, max-length-bytes), read faster, or allow the loss"
+        )
+
+    def __reduce__(self) -> tuple[type[DataLost], tuple[str, int, int]]:
+        return type(self), (self.stream, self.asked, self.found)
 
 
 _BY_CODE: dict[int, type[StreamRefused]] = {

@@ -1,0 +1,87 @@
+"""How fast the route cache may ask and arm: rounds with growing gaps, pauses, a rate.
+
+Pure: every time is passed in.
+"""
+
+from __future__ import annotations
+
+import heapq
+from math import inf
+
+from sharding.route_options import RouteOptions
+
+
+class Rounds:
+    """When the next round of questions about news goes out.
+
+    It waits a little for more news. The gap between rounds doubles while news go on, and starts
+    anew after a calm.
+    """
+
+    def __init__(self, options: RouteOptions) -> None:
+        self._options = options
+        self._next_at = inf
+        self._last = -inf
+        self._gap = options.round_gap
+
+    def next_at(self, now: float) -> float:
+        """When news that come now are asked about."""
+        if self._next_at == inf:
+            options = self._options
+            calm = now - self._last >= 2 * options.round_gap_max
+            self._gap = options.round_gap if calm else min(2 * self._gap, options.round_gap_max)
+            self._next_at = max(now + options.coalesce, self._last + self._gap)
+        return self._next_at
+
+    def begin(self, now: float) -> bool:
+        """Whether the round goes out now; news from here on belong to the next one."""
+        if now < self._next_at:
+            return False
+        self._next_at = inf
+        self._last = now
+        return True
+
+
+class Pause:
+    """Nothing is asked for a while after a failure; the while doubles with each further one."""
+
+    def __init__(self, options: RouteOptions) -> None:
+        self._options = options
+        self._failures = 0
+        self.until = -inf
+
+    def failed(self, now: float) -> None:
+        # The exponent has a bound of its own: after a long outage the power would be no float.
+        delay = self._options.retry_delay * 2 ** min(self._failures, 20)
+        self.until = now + min(delay, self._options.retry_delay_max)
+        self._failures += 1
+
+    def succeeded(self) -> None:
+        self._failures = 0
+
+
+class ArmQueue:
+    """The streams that wait to be armed, each not before its time, all together at a rate."""
+
+    def __init__(self, options: RouteOptions) -> None:
+        self._options = options
+        self._waiting: list[tuple[float, str]] = []
+        self._free_at = -inf
+
+    def add(self, stream: str, not_before: float) -> None:
+        heapq.heappush(self._waiting, (not_before, stream))
+
+    def take(self, now: float) -> str | None:
+        """The next stream whose time has come; the caller says with `used` if it arms it."""
+        if now < self.next_at():
+            return None
+        return heapq.heappop(self._waiting)[1]
+
+    def used(self, now: float) -> None:
+        self._free_at = now + 1 / self._options.arms_per_second
+
+    def pause(self, now: float) -> None:
+        self._free_at = now + self._options.rearm_interval
+
+    def next_at(self) -> float:
+        return max(self._waiting[0][0], self._free_at) if self._waiting else inf

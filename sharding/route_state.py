@@ -1,0 +1,338 @@
+"""When to ask the cluster where things live: the rules of the route cache, without clock or I/O.
+
+A name is remembered from its first use until nobody has used it for `forget_after`. Meanwhile it is
+asked for
+
+* at once, when nothing is known of it yet: somebody waits;
+* by the poll, every `poll_interval`, together with everything else remembered. A name that does not
+  exist is polled too, and between polls "does not exist" is answered from memory;
+* in a *round*, after news: a push from the broker, a suspicion (a node answered "not leader", a
+  connection was lost), a lost locator, an answer that names no leader or no replicas yet. A round
+  waits `coalesce` for more news; the gap between rounds doubles while news go on. So a node that
+  led a thousand streams costs a few queries, and a suspicion repeated for ever one a second.
+
+One query is under way at a time, and whoever wants one of its names waits for its answer. News that
+come meanwhile may be younger than the answer, so they ask again. After a failure nothing is asked
+for a while that doubles. A push or a suspicion makes the known answer *doubted*: it is not handed
+out until it was asked for anew. Polls and lost locators leave it in use.
+
+A stream with a leader is armed for a push: one at a time, at a bounded rate, each stream at most
+once in `rearm_interval`. A push uses the arming up. Above `pressure_limit` a push is dropped, and
+the stream is armed again after the next poll.
+
+Not safe for threads: `route_cache` has the lock. Every time is passed in.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+
+from sharding.route_options import RouteOptions
+from sharding.route_pacing import ArmQueue, Pause, Rounds
+from sharding.routes import Finding, Kind, Missing, Partitions, StreamRoute, Target
+
+BATCH_BYTES = 48 * 1024
+"""The most bytes of names in one query: far below any frame size that brokers agree on."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    used_at: float
+    rounds: int = 0
+    """How often it was asked for again because the answer lacks a leader or replicas."""
+    finding: Finding | None = None
+    doubted: bool = False
+    settling: bool = False
+    armed: bool = False
+    to_be_armed: bool = False
+    arm_after: float = -inf
+
+
+class RouteState:
+    """What is remembered, and what is to be asked next. `counters` counts every decision."""
+
+    def __init__(self, options: RouteOptions, rng: random.Random) -> None:
+        self.counters: Counter[str] = Counter()
+        self._options = options
+        self._rng = rng
+        self._entries: OrderedDict[Target, _Entry] = OrderedDict()  # the least used first
+        self._super_streams: set[Target] = set()
+        self._due: dict[Target, float] = {}
+        self._in_flight: frozenset[Target] = frozenset()
+        self._poll_at = inf
+        self._rounds = Rounds(options)
+        self._pause = Pause(options)
+        self._arms = ArmQueue(options)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    # What callers do
+
+    def use(self, target: Target, now: float) -> None:
+        """Somebody wants this name: it is in use from now on."""
+        entry = self._entries.get(target)
+        if entry is None:
+            self._remember(target, now)
+            self.counters["misses"] += 1
+        elif entry.finding is None or entry.doubted:
+            self.counters["waits"] += 1
+        elif isinstance(entry.finding, Missing):
+            self.counters["hits_missing"] += 1
+        else:
+            self.counters["hits"] += 1
+
+    def known(self, target: Target, now: float) -> Finding | None:
+        """What may be handed out now; None if an answer has to come first."""
+        entry = self._entries.get(target) or self._remember(target, now)
+        entry.used_at = now
+        self._entries.move_to_end(target)
+        return None if entry.doubted else entry.finding
+
+    def settling(self, target: Target) -> bool:
+        """Whether the answer lacks a leader or replicas, and is soon asked for again."""
+        entry = self._entries.get(target)
+        return entry is not None and entry.settling
+
+    def insist(self, target: Target, now: float) -> None:
+        """Somebody waits for a better answer than the known one: have a round ask for it."""
+        if target in self._entries and target not in self._due and target not in self._in_flight:
+            self._ask_in_round(target, now)
+
+    def suspect(self, name: str, now: float) -> None:
+        """What was answered for this name turned out wrong."""
+        self.counters["suspicions"] += 1
+        for kind in Kind:
+            self._doubt(Target(kind, name), now)
+
+    # What the broker tells
+
+    def pushed(self, stream: str, now: float, pressure: float) -> None:
+        """The broker says that a stream changed; not how."""
+        target = Target(Kind.STREAM, stream)
+        entry = self._entries.get(target)
+        self.counters["pushes"] += 1
+        if entry is None:
+            self.counters["pushes_unused"] += 1
+            return
+        entry.armed = False
+        if pressure > self._options.pressure_limit:
+            self.counters["pushes_ignored"] += 1
+        else:
+            self._doubt(target, now)
+
+    def disconnected(self, now: float) -> None:
+        """The connection that was armed is gone: what changes from here on is not told."""
+        self.counters["disconnects"] += 1
+        for target, entry in self._entries.items():
+            if entry.armed:
+                entry.armed = False
+                self._ask_in_round(target, now)
+
+    # Queries
+
+    def next_query(self, now: float) -> tuple[Target, ...]:
+        """What to ask for now, in one query: streams, or one super stream; empty if nothing."""
+        if now >= self._poll_at:
+            self._poll(now)
+        if self._in_flight or now < self._pause.until:
+            return ()
+        query = self._batch([target for target, at in self._due.items() if at <= now])
+        if not query:
+            return ()
+        for target in query:
+            del self._due[target]
+        self._in_flight = frozenset(query)
+        self.counters["rounds"] += self._rounds.begin(now)
+        kind = "queries" if query[0].kind is Kind.STREAM else "partition_queries"
+        self.counters[kind] += 1
+        self.counters["names_asked"] += len(query)
+        return query
+
+    def answered(self, findings: Mapping[str, Finding], now: float) -> None:
+        """The query under way was answered, by name."""
+        asked, self._in_flight = self._in_flight, frozenset()
+        self._pause.succeeded()
+        for target in asked:
+            entry = self._entries.get(target)
+            if entry is None:
+                continue  # dropped meanwhile
+            if target.name in findings:
+                self._learn(target, entry, findings[target.name], now)
+            else:
+                self._ask_in_round(target, now)
+
+    def failed(self, now: float) -> None:
+        """The query under way failed: its names stay due."""
+        asked, self._in_flight = self._in_flight, frozenset()
+        self.counters["failures"] += 1
+        self._pause.failed(now)
+        for target in asked:
+            if target in self._entries:
+                self._ask(target, now)
+
+    # Arming
+
+    def next_arm(self, now: float) -> str | None:
+        """A stream to arm now, if the rate allows one; taken as armed until told otherwise."""
+        while (stream := self._arms.take(now)) is not None:
+            entry = self._entries.get(Target(Kind.STREAM, stream))
+            if entry is None or not entry.to_be_armed:
+                continue
+            entry.to_be_armed = False
+            if entry.armed or entry.doubted or _leader(entry.finding) is None:
+                continue
+            entry.armed = True
+            entry.arm_after = now + self._options.rearm_interval
+            self._arms.used(now)
+            self.counters["arms"] += 1
+            return stream
+        return None
+
+    def arm_refused(self, stream: str, now: float) -> None:
+        """The stream had changed before it was armed: as good as a push."""
+        self.counters["arms_refused"] += 1
+        self._disarm(stream)
+        self._doubt(Target(Kind.STREAM, stream), now)
+
+    def arm_failed(self, stream: str, now: float) -> None:
+        """No answer: the stream is armed after its next answer, and others after a pause."""
+        self.counters["arms_failed"] += 1
+        self._disarm(stream)
+        self._arms.pause(now)
+
+    # Time
+
+    def forget(self, now: float) -> None:
+        """Drop what nobody has used for long enough."""
+        while self._entries:
+            target, entry = next(iter(self._entries.items()))
+            if now - entry.used_at < self._options.forget_after:
+                return
+            self._drop(target)
+            self.counters["forgotten"] += 1
+
+    def wake_at(self) -> float:
+        """When there may be something to do next; infinite if nothing is remembered."""
+        if not self._entries:
+            return inf
+        oldest = next(iter(self._entries.values()))
+        due = inf if self._in_flight else min(self._due.values(), default=inf)
+        return min(
+            self._poll_at,
+            max(due, self._pause.until),
+            self._arms.next_at(),
+            oldest.used_at + self._options.forget_after,
+        )
+
+    # Within
+
+    def _remember(self, target: Target, now: float) -> _Entry:
+        if len(self._entries) >= self._options.max_names:
+            self._drop(next(iter(self._entries)))
+            self.counters["evicted"] += 1
+        if not self._entries:
+            self._schedule_poll(now)
+        entry = _Entry(now)
+        self._entries[target] = entry
+        if target.kind is Kind.SUPER_STREAM:
+            self._super_streams.add(target)
+        self._ask(target, now)
+        return entry
+
+    def _drop(self, target: Target) -> None:
+        del self._entries[target]
+        self._due.pop(target, None)
+        self._super_streams.discard(target)
+
+    def _schedule_poll(self, now: float) -> None:
+        early = self._rng.random() * self._options.poll_jitter
+        self._poll_at = now + self._options.poll_interval * (1 - early)
+
+    def _poll(self, now: float) -> None:
+        self._schedule_poll(now)
+        self.counters["polls"] += 1
+        for target in self._entries:
+            if target not in self._in_flight:
+                self._ask(target, now)
+
+    def _ask(self, target: Target, at: float) -> None:
+        self._due[target] = min(at, self._due.get(target, inf))
+
+    def _ask_in_round(self, target: Target, now: float) -> None:
+        self._ask(target, self._rounds.next_at(now))
+
+    def _doubt(self, target: Target, now: float) -> None:
+        entry = self._entries.get(target)
+        if entry is None or (entry.finding is None and target not in self._in_flight):
+            return  # nothing is known that could be wrong; the next answer is news in itself
+        entry.doubted = True
+        entry.rounds = 0
+        self._ask_in_round(target, now)
+
+    def _batch(self, due: list[Target]) -> tuple[Target, ...]:
+        streams = [target for target in due if target.kind is Kind.STREAM]
+        if not streams:
+            return tuple(due[:1])
+        size = 0
+        for count, target in enumerate(streams[: self._options.batch_names]):
+            size += len(target.name.encode()) + 2
+            if size > BATCH_BYTES and count:
+                return tuple(streams[:count])
+        return tuple(streams[: self._options.batch_names])
+
+    def _learn(self, target: Target, entry: _Entry, finding: Finding, now: float) -> None:
+        before, entry.finding = entry.finding, finding
+        if before is not None and before != finding:
+            self.counters["changes"] += 1
+        if target not in self._due:
+            entry.doubted = False
+        if isinstance(finding, Missing) and not isinstance(before, Missing):
+            self._recheck_super_streams_of(target.name, now)
+        if _leader(before) != _leader(finding):
+            entry.armed = False
+            if _leader(finding) is not None:
+                # The replicas of a new leader are listed one by one: have a second look.
+                self._ask_in_round(target, now)
+        self._settle(target, entry, now)
+        self._queue_arming(target, entry, now)
+
+    def _settle(self, target: Target, entry: _Entry, now: float) -> None:
+        finding = entry.finding
+        if not isinstance(finding, StreamRoute) or (finding.leader and finding.replicas):
+            entry.settling = False
+            entry.rounds = 0
+            return
+        options = self._options
+        entry.settling = entry.rounds < (
+            options.leader_rounds if finding.leader is None else options.replica_rounds
+        )
+        if entry.settling:
+            entry.rounds += 1
+            self._ask_in_round(target, now)
+
+    def _queue_arming(self, target: Target, entry: _Entry, now: float) -> None:
+        waits = entry.armed or entry.to_be_armed or _leader(entry.finding) is None
+        if self._options.pushes and not waits:
+            entry.to_be_armed = True
+            self._arms.add(target.name, max(now, entry.arm_after))
+
+    def _recheck_super_streams_of(self, stream: str, now: float) -> None:
+        """A partition is gone, so its super stream has changed, or is gone as well."""
+        for target in self._super_streams:
+            finding = self._entries[target].finding
+            if isinstance(finding, Partitions) and stream in finding.streams:
+                self._doubt(target, now)
+
+    def _disarm(self, stream: str) -> None:
+        entry = self._entries.get(Target(Kind.STREAM, stream))
+        if entry is not None:
+            entry.armed = False
+
+
+def _leader(finding: Finding | None) -> object:
+    return finding.leader if isinstance(finding, StreamRoute) else None

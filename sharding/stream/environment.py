@@ -1,0 +1,247 @@
+"""`StreamEnvironment`: one cluster's streams, for a whole process.
+
+    with StreamEnvironment("rabbitmq-stream://guest:guest@localhost:5552") as environment:
+        environment.create_super_stream("invoices", partitions=6)
+        with environment.producer("invoices") as producer:
+            producer.send(b"…", key="customer-7")
+            producer.flush(timeout=10).raise_for_failures()
+        for batch in environment.consumer("invoices", offset="first"):
+            …
+
+It holds what producers and consumers share: the routes, the connections, and the threads that make
+them again. Safe to use from any thread.
+"""
+
+from __future__ import annotations
+
+import random
+import ssl
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from sharding.errors import InvalidInput
+from sharding.route_cache import RouteCache
+from sharding.routes import StreamRoute
+from sharding.stream.access import Access
+from sharding.stream.administration import Administration
+from sharding.stream.broker_routes import BrokerRoutes
+from sharding.stream.client import ConnectOptions, Login, StreamClient, connect
+from sharding.stream.consumer import Consumer
+from sharding.stream.consumer_options import ConsumerOptions
+from sharding.stream.environment_options import EnvironmentOptions
+from sharding.stream.errors import StreamNotFound
+from sharding.stream.locator import Locator
+from sharding.stream.partitioning import PartitionFunction, by_hash
+from sharding.stream.placement import Placement
+from sharding.stream.pool import Pool
+from sharding.stream.probe import Ends, leader_ends
+from sharding.stream.producer import Producer
+from sharding.stream.producer_options import ProducerOptions
+from sharding.stream.protocol import Broker
+from sharding.stream.reading import read_range
+from sharding.stream.recovery import Recovery
+from sharding.stream.requests import QueryOffset
+from sharding.stream.stream_arguments import StreamArguments
+from sharding.stream.super_streams import SuperStreamsOverAmqp
+from sharding.stream.uris import StreamUri, parse_all
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+class StreamEnvironment:
+    """Streams of the cluster that the `urls` lead to; several of them for failover."""
+
+    def __init__(
+        self, *urls: str, options: EnvironmentOptions | None = None, **changes: Any
+    ) -> None:
+        self.options = replace(options or EnvironmentOptions(), **changes)
+        uris = parse_all(urls)
+        self._addresses = [uri.address for uri in uris]
+        self._connect_options = _connect_options(uris[0], self.options)
+        self._locator = Locator(self._addresses, self._dial)
+        self._routes = RouteCache(self._locator, self.options.routes)
+        self._pool = Pool(
+            self._dial_node,
+            balancer=self._addresses[0] if self.options.load_balancer else None,
+            tries_per_node=self.options.tries_per_node,
+            idle_timeout=self.options.idle_timeout,
+        )
+        self._recovery = Recovery()
+        self._administration = Administration(
+            self._locator,
+            self._routes,
+            SuperStreamsOverAmqp(self.options.amqp_url, self.options.request_timeout),
+            self.options.request_timeout,
+        )
+        self._access = Access(
+            self._routes,
+            self._pool,
+            self._recovery,
+            Placement(self.options.own_hosts, self.options.zones),
+            self.options.limits,
+            time.monotonic,
+            random.Random(),
+        )
+
+    def __enter__(self) -> StreamEnvironment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<StreamEnvironment of {', '.join(map(str, self._addresses))}>"
+
+    def close(self, timeout: float = 5) -> None:
+        """Close every connection; producers and consumers that are still open fail."""
+        deadline = time.monotonic() + timeout
+        for part in (self._recovery, self._routes, self._pool, self._locator):
+            part.close(max(0.1, deadline - time.monotonic()))
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What the routes and the connections have been doing, by name."""
+        parts = {"routes": self._routes, "pool": self._pool, "locator": self._locator}
+        return {
+            f"{part}.{name}": count
+            for part, counted in parts.items()
+            for name, count in counted.counters.items()
+        }
+
+    # Administration
+
+    def create_stream(
+        self, name: str, arguments: StreamArguments | None = None, *, exist_ok: bool = False
+    ) -> None:
+        self._administration.create_stream(name, arguments or StreamArguments(), exist_ok)
+
+    def delete_stream(self, name: str, *, missing_ok: bool = False) -> None:
+        self._administration.delete_stream(name, missing_ok)
+
+    def create_super_stream(
+        self,
+        name: str,
+        partitions: int = 3,
+        arguments: StreamArguments | None = None,
+        *,
+        binding_keys: Sequence[str] | None = None,
+        exist_ok: bool = False,
+    ) -> None:
+        """Make the streams `name-0`, `name-1`, …; with `binding_keys` one for each of those."""
+        self._administration.create_super_stream(
+            name, partitions, binding_keys, arguments or StreamArguments(), exist_ok
+        )
+
+    def delete_super_stream(self, name: str, *, missing_ok: bool = False) -> None:
+        self._administration.delete_super_stream(name, missing_ok)
+
+    def exists(self, stream: str) -> bool:
+        """Whether there is such a stream; asked of the cluster, not of memory."""
+        self._routes.suspect(stream, "asked for")
+        try:
+            self.route(stream)
+        except StreamNotFound:
+            return False
+        return True
+
+    def partitions(self, super_stream: str) -> tuple[str, ...]:
+        """The streams of a super stream, in the order that keys are routed by."""
+        return self._routes.partitions(super_stream, self.options.request_timeout)
+
+    def route(self, stream: str) -> StreamRoute:
+        """Where a stream lives now: its leader and its replicas."""
+        return self._routes.route(stream, self.options.request_timeout)
+
+    def stats(self, stream: str) -> dict[str, int]:
+        """The broker's own figures of a stream; RabbitMQ 3.11 and later."""
+        return self._administration.stats(stream)
+
+    def offsets(self, stream: str) -> Ends | None:
+        """The first and the last offset that are stored for good; None if the stream is empty."""
+        return leader_ends(self._access, stream, self.options.request_timeout)
+
+    def stored_offset(self, name: str, stream: str) -> int | None:
+        """The offset that a consumer of this name has stored, or None."""
+        return self._locator.call(QueryOffset(name, stream), self.options.request_timeout).offset
+
+    # Messages
+
+    def producer(
+        self,
+        name: str,
+        options: ProducerOptions | None = None,
+        *,
+        partitioning: PartitionFunction | Literal["hash", "broker"] = "hash",
+        **changes: Any,
+    ) -> Producer:
+        """A producer to the stream or super stream `name`; `changes` are fields of the options."""
+        streams, super_stream = self._streams_of(name)
+        return Producer(
+            streams,
+            self._routing(partitioning, super_stream),
+            self._routes,
+            self._pool,
+            self._recovery,
+            replace(options or ProducerOptions(), **changes),
+        )
+
+    def consumer(
+        self, name: str, options: ConsumerOptions | None = None, **changes: Any
+    ) -> Consumer:
+        """A consumer of the stream or of all partitions of the super stream `name`."""
+        streams, super_stream = self._streams_of(name)
+        chosen = replace(options or ConsumerOptions(), **changes)
+        return Consumer(streams, self._access, chosen, super_stream=super_stream)
+
+    def read_range(
+        self, stream: str, first: int, end: int, **how: Any
+    ) -> Iterator[pyarrow.RecordBatch]:
+        """Exactly the messages of one stream at offsets from `first` up to `end`, without it."""
+        return read_range(self._access, stream, first, end, **how)
+
+    def _streams_of(self, name: str) -> tuple[tuple[str, ...], str | None]:
+        """The streams behind a name, and the name itself if it is a super stream's."""
+        try:
+            return self.partitions(name), name
+        except StreamNotFound:
+            self.route(name)  # raises if there is no such stream either
+            return (name,), None
+
+    def _routing(
+        self, partitioning: PartitionFunction | str, super_stream: str | None
+    ) -> PartitionFunction | BrokerRoutes:
+        if partitioning == "hash":
+            return by_hash
+        if callable(partitioning):
+            return partitioning
+        rule = 'must be "hash", "broker" (of a super stream) or a function'
+        if partitioning != "broker" or super_stream is None:
+            raise InvalidInput("partitioning", rule, partitioning)
+        return BrokerRoutes(super_stream, self._locator, self.options.request_timeout)
+
+    # Connecting
+
+    def _dial(self, address: Broker) -> StreamClient:
+        return connect(address, self._connect_options)
+
+    def _dial_node(self, node: Broker) -> StreamClient:
+        resolver = self.options.address_resolver
+        return self._dial(resolver(node) if resolver else node)
+
+
+def _connect_options(uri: StreamUri, options: EnvironmentOptions) -> ConnectOptions:
+    if options.tls is not None and not uri.tls:
+        raise InvalidInput("tls", "goes with addresses of rabbitmq-stream+tls://", uri.address)
+    return ConnectOptions(
+        login=Login(uri.user, uri.password, options.mechanism, uri.vhost),
+        tls=(options.tls or ssl.create_default_context()) if uri.tls else None,
+        server_name=options.server_name,
+        limits=options.limits,
+        heartbeat=options.heartbeat,
+        connect_timeout=options.connect_timeout,
+        request_timeout=options.request_timeout,
+        connection_name=options.connection_name,
+    )

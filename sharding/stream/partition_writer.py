@@ -1,0 +1,447 @@
+"""Writes one partition of a producer: takes messages, batches them, and recovers.
+
+The rules:
+
+1. A message is *pending* until it goes into a batch, and the batch is in the outbox until the
+   broker has settled it. Both together are bounded; who wants to add more waits.
+2. One thread at a time writes, whichever comes: the one whose message filled the batch, the
+   timer's when a batch has lingered, a recovery's. Others that find it busy leave: it looks again
+   before it stops. So frames go out in order, and no lock is held while a socket is waited for:
+   confirms are read meanwhile.
+3. When the publisher is lost (connection, leader, overdue confirms), the outbox decides what is
+   given up and what is written again, and a recovery opens a publisher anew, with growing pauses.
+   New messages are taken meanwhile, as far as there is room.
+4. Sequence numbers that the broker knows (QueryPublisherSequence) say where a new producer goes
+   on. They do not settle anything: the leader counts what it has not replicated yet. So all that
+   has no confirm is sent again, and the broker confirms a duplicate once the original is safe.
+5. A recovery that fails for `recovery_timeout`, counted until the next confirm, fails the
+   partition for good: what was sent is unknown, what was not is refused. So does a deleted stream.
+
+All state is guarded by the producer's one lock. Methods that say "locked" want it held.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+
+from sharding.errors import LocalError, OutcomeUnknown, Unreachable, WarrenError
+from sharding.stream import entries
+from sharding.stream.batch import Batch
+from sharding.stream.errors import (
+    NoAnswerInTime,
+    Overloaded,
+    StreamUnavailable,
+    refusal,
+)
+from sharding.stream.outage import Outage
+from sharding.stream.outbox import Outbox
+from sharding.stream.pending import Pending
+from sharding.stream.producer_options import ProducerOptions
+from sharding.stream.protocol import Code
+from sharding.stream.publishing import Attachment, Publishers, Publishing
+from sharding.stream.recovery import Recovery, Timer
+from sharding.stream.report import Failure, Tally
+
+logger = logging.getLogger("warren.stream.producer")
+
+_TRY_TIMEOUT = 15.0  # for one try to open a publisher
+_END_TIMEOUT = 5.0
+_PUBLISHER_GONE = (Code.NO_SUCH_PUBLISHER, Code.STREAM_NOT_AVAILABLE)
+
+
+@dataclass
+class Shared:
+    """What the partitions of one producer share."""
+
+    options: ProducerOptions
+    publishers: Publishers
+    recovery: Recovery
+    clock: Callable[[], float] = time.monotonic
+    rng: random.Random = field(default_factory=random.Random)
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        """Notified when messages get an outcome, or a partition fails."""
+
+
+class PartitionWriter:
+    def __init__(self, stream: str, shared: Shared) -> None:
+        self.stream = stream
+        self._shared = shared
+        self._options = shared.options
+        self._lock = shared.lock
+        self.pending = Pending(self._options, stream)
+        self.quick_messages = self.quick_bytes = 0
+        """Below both, a body may be added to `pending` without a look at anything else."""
+        self._outbox = Outbox(keep=self._options.name is not None)
+        self._publishing: Publishing | None = None
+        self._frame_max = 0
+        self._failure: Exception | None = None
+        self._is_writing = False
+        self._is_due = False
+        self._linger: Timer | None = None
+        self._confirm_check: Timer | None = None
+        self._outage: Outage | None = None
+        self.recoveries = 0
+        self.longest_recovery = 0.0
+        """Seconds from a loss to the next confirm."""
+
+    def open(self, deadline: float) -> None:
+        """Connect for the first time; raises what goes wrong."""
+        publishing = self._shared.publishers.open(self.stream, self, deadline)
+        with self._lock:
+            self.pending.go_on_after(publishing.last_id)
+            self._publishing = publishing
+            self._frame_max = publishing.frame_max
+            self._set_quick()
+        if publishing.attachment.is_lost:
+            self.lost(publishing.attachment, Unreachable("lost while it was opened"))
+
+    # Taking messages
+
+    @property
+    def largest_message(self) -> int:
+        """How many bytes an encoded message may have, its filter value included."""
+        overhead = (
+            entries.SUB_ENTRY_OVERHEAD + entries.RECORD_OVERHEAD
+            if self._options.sub_entry_messages
+            else entries.ENTRY_OVERHEAD + entries.FILTER_OVERHEAD
+        )
+        return entries.room_for_entries(self._frame_max) - overhead
+
+    def wait_for_room(self, deadline: float) -> int:
+        """Locked: how many messages there is room for; `Overloaded` if there is none in time."""
+        options, outbox = self._options, self._outbox
+        while True:
+            if self._failure is not None:
+                raise copy(self._failure) from self._failure
+            room = options.max_unconfirmed - outbox.messages - len(self.pending.messages)
+            if room > 0 and self._room_in_bytes() > 0:
+                return room
+            left = deadline - self._shared.clock()
+            if left <= 0:
+                raise Overloaded(
+                    f"{self.stream!r} has {outbox.messages} unconfirmed messages of {outbox.size} "
+                    "bytes; send less, or raise max_unconfirmed and max_unconfirmed_bytes"
+                )
+            self._shared.changed.wait(left)
+
+    def add(
+        self,
+        messages: Sequence[bytes],
+        numbers: Sequence[int],
+        *,
+        plain: bool,
+        filters: Sequence[bytes | None] | None = None,
+        ids: Sequence[int] | None = None,
+    ) -> bool:
+        """Locked: take messages for which there is room. True if `write()` is to be called."""
+        pending = self.pending
+        if not pending.messages:
+            pending.since = self._shared.clock()
+        pending.extend(messages, numbers, plain=plain, filters=filters, ids=ids)
+        self._set_quick()
+        if pending.is_full or self._options.linger == 0:
+            self._is_due = True
+            return True
+        if self._linger is None:
+            self._linger = self._shared.recovery.soon(self._options.linger, self._linger_ended)
+        return False
+
+    def add_many(
+        self,
+        messages: Sequence[bytes],
+        numbers: Sequence[int],
+        *,
+        plain: bool,
+        filters: Sequence[bytes | None] | None,
+        ids: Sequence[int] | None,
+        deadline: float,
+    ) -> int:
+        """Take and write messages as room is made; how many, if not all, before the deadline.
+
+        Raises only if not one was taken.
+        """
+        start = 0
+        while start < len(messages):
+            with self._lock:
+                try:
+                    room = self.wait_for_room(deadline)
+                    part = messages[start : start + min(room, self._options.batch_messages)]
+                    part = part[: entries.cut(list(map(len, part)), self._room_in_bytes())[0].stop]
+                    stop = start + len(part)
+                    if ids is not None:
+                        self.pending.check_ids(ids[start:stop])
+                except WarrenError:
+                    if start == 0:
+                        raise
+                    return start
+                is_full = self.add(
+                    part,
+                    numbers[start:stop],
+                    plain=plain,
+                    filters=filters and filters[start:stop],
+                    ids=ids and ids[start:stop],
+                )
+            if is_full:
+                self.write()
+            start = stop
+        return start
+
+    def _room_in_bytes(self) -> int:
+        return self._options.max_unconfirmed_bytes - self._outbox.size - self.pending.size
+
+    def _set_quick(self) -> None:
+        options, outbox, pending = self._options, self._outbox, self.pending
+        if self._failure is not None or not pending.plain or pending.ids is not None:
+            self.quick_messages = 0
+            return
+        # The message that fills a batch takes the long way, which writes the batch.
+        room = options.max_unconfirmed - outbox.messages
+        self.quick_messages = min(options.batch_messages, room) - 1
+        self.quick_bytes = min(
+            options.batch_bytes,
+            self.largest_message - entries.DATA_OVERHEAD,
+            options.max_unconfirmed_bytes - outbox.size,
+        )
+
+    # Writing
+
+    def write_soon(self) -> None:
+        """Locked: write what is pending, on another thread."""
+        if self.pending.messages:
+            self._is_due = True
+            self._shared.recovery.soon(0, self.write)
+
+    def write(self) -> None:
+        """Write what is due, unless another thread does."""
+        with self._lock:
+            if self._is_writing:
+                return
+            self._is_writing = True
+        while True:
+            with self._lock:
+                publishing = self._publishing
+                batch = None if publishing is None else self._next_batch()
+                if publishing is None or batch is None:
+                    self._is_writing = False
+                    return
+            try:
+                publishing.write(batch, self._options.send_timeout)
+            except Unreachable as error:
+                self.lost(publishing.attachment, error)
+            except Exception as error:
+                self._fail(error)
+            except BaseException as interrupt:
+                with self._lock:
+                    self._is_writing = False
+                self.lost(publishing.attachment, OutcomeUnknown(f"interrupted: {interrupt!r}"))
+                raise
+            self._outbox.written(batch)
+
+    def _next_batch(self) -> Batch | None:
+        if not self._outbox.has_waiting and self._is_due and self.pending.messages:
+            self._is_due = False
+            self._outbox.add(self.pending.take(self._frame_max))
+            self._set_quick()
+        batch = self._outbox.take(self._shared.clock())
+        if batch is not None and self._confirm_check is None:
+            self._check_confirms_in(self._options.confirm_timeout)
+        return batch
+
+    def _linger_ended(self) -> None:
+        with self._lock:
+            self._linger = None
+            if not self.pending.messages or self._failure is not None:
+                return
+            left = self.pending.since + self._options.linger - self._shared.clock()
+            if left > 0:  # a batch was written meanwhile, and this is the next one
+                self._linger = self._shared.recovery.soon(left, self._linger_ended)
+                return
+            self._is_due = True
+        self.write()
+
+    # Outcomes, on the connection's reading thread
+
+    def confirmed(self, source: Attachment, publishing_ids: Sequence[int]) -> None:
+        with self._lock:
+            if self._publishing is None or source is not self._publishing.attachment:
+                return
+            stored = self._outbox.confirm(publishing_ids)
+            self._shared.tally.stored += stored
+            if self._outage is not None and stored:
+                self._end_outage(self._outage)
+            self._set_quick()
+            self._shared.changed.notify_all()
+
+    def refused(self, source: Attachment, refusals: Sequence[tuple[int, int]]) -> None:
+        gone = next((code for _, code in refusals if code in _PUBLISHER_GONE), None)
+        if gone is not None and self._options.name is not None:
+            self.lost(source, StreamUnavailable("Publish", gone, self.stream))
+            return
+        with self._lock:
+            if self._publishing is None or source is not self._publishing.attachment:
+                return
+            for publishing_id, code in refusals:
+                reason = refusal("Publish", code, self.stream)
+                self._shared.tally.refuse(
+                    Failure(number, self.stream, publishing_id, reason)
+                    for number in self._outbox.refuse(publishing_id)
+                )
+            self._set_quick()
+            self._shared.changed.notify_all()
+        if gone is not None:
+            self.lost(source, StreamUnavailable("Publish", gone, self.stream))
+
+    def lost(
+        self, source: Attachment, reason: Exception, overdue: Publishing | None = None
+    ) -> None:
+        """The publisher is gone, or is given up because its confirms are `overdue`."""
+        with self._lock:
+            if self._publishing is None or source is not self._publishing.attachment:
+                return
+            self._publishing = None
+            if self._outage is None:
+                now = self._shared.clock()
+                self._outage = Outage(now, now + self._options.recovery_timeout)
+            unknown = OutcomeUnknown(f"sent to {self.stream!r}, but not confirmed: {reason}")
+            unknown.__cause__ = reason
+            self._shared.tally.give_up(self._failures(self._outbox.lost(), unknown))
+            self._set_quick()
+            self._shared.changed.notify_all()
+        logger.info("the publisher on %r is lost: %s", self.stream, reason)
+        self._recover_in(0, partial(self._recover, reason, overdue))
+
+    # Deadlines and recovery, on the threads of the environment
+
+    def _check_confirms_in(self, delay: float) -> None:
+        self._confirm_check = self._shared.recovery.soon(delay, self._check_confirms)
+
+    def _check_confirms(self) -> None:
+        timeout = self._options.confirm_timeout
+        with self._lock:
+            self._confirm_check = None
+            oldest = self._outbox.oldest_sent_at
+            publishing = self._publishing
+            if oldest is None or publishing is None:
+                return
+            left = oldest + timeout - self._shared.clock()
+            if left > 0:
+                self._check_confirms_in(left)
+                return
+        reason = NoAnswerInTime(f"{self.stream!r}: no confirm within {timeout:g} s")
+        self.lost(publishing.attachment, reason, overdue=publishing)
+
+    def _recover_in(self, delay: float, job: Callable[[], None]) -> None:
+        if self._shared.recovery.schedule(delay, job).cancelled:
+            self._fail(LocalError("the environment is closed"))
+
+    def _recover(self, reason: Exception, overdue: Publishing | None = None) -> None:
+        shared, outage = self._shared, self._outage
+        if outage is None or self._failure is not None:
+            return
+        if overdue is not None:
+            overdue.end(_END_TIMEOUT)
+        shared.publishers.suspect(self.stream, reason)
+        deadline = min(outage.deadline, shared.clock() + _TRY_TIMEOUT)
+        try:
+            publishing = shared.publishers.open(self.stream, self, deadline)
+        except Exception as error:
+            pause = outage.pause_after(error, shared.clock(), shared.rng)
+            if pause is None:
+                self._fail(error)
+            else:
+                logger.debug("%r can't be published to yet: %s", self.stream, error)
+                self._recover_in(pause, partial(self._recover, error))
+            return
+        self._go_on(publishing)
+
+    def _go_on(self, publishing: Publishing) -> None:
+        with self._lock:
+            is_wanted = self._failure is None
+            if is_wanted:
+                self._publishing = publishing
+                self._frame_max = publishing.frame_max
+                self._is_due = bool(self.pending.messages)
+                if not self._outbox.messages and self._outage is not None:
+                    self._end_outage(self._outage)
+                self._set_quick()
+        if not is_wanted:
+            publishing.end(_END_TIMEOUT)
+        elif publishing.attachment.is_lost:
+            self.lost(publishing.attachment, Unreachable("lost while it was opened"))
+        else:
+            self.write()
+
+    def _end_outage(self, outage: Outage) -> None:
+        self._outage = None
+        self.recoveries += 1
+        seconds = self._shared.clock() - outage.since
+        self.longest_recovery = max(self.longest_recovery, seconds)
+        logger.info("%r can be published to again, after %.1f s", self.stream, seconds)
+
+    # The end
+
+    def close(self, timeout: float) -> None:
+        """Take nothing more. What has no outcome is given up, or refused if it was never sent."""
+        with self._lock:
+            publishing = self._publishing
+        self._fail(LocalError("the producer is closed"), is_expected=True)
+        if publishing is not None:
+            publishing.end(timeout)
+
+    def _fail(self, reason: Exception, is_expected: bool = False) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = reason
+            self._publishing = None
+            if self.pending.messages:
+                self._outbox.add(self.pending.take(self._frame_max))
+            batches = self._outbox.drain()
+            unknown = OutcomeUnknown(f"sent to {self.stream!r}, but not confirmed: {reason}")
+            unknown.__cause__ = reason
+            tally = self._shared.tally
+            tally.give_up(self._failures((b for b in batches if b.sent_at is not None), unknown))
+            tally.refuse(self._failures((b for b in batches if b.sent_at is None), reason))
+            for timer in (self._linger, self._confirm_check):
+                if timer is not None:
+                    timer.cancel()
+            self._set_quick()
+            self._shared.changed.notify_all()
+        if not is_expected:
+            logger.error("%r can't be published to any more: %s", self.stream, reason)
+
+    # For reports
+
+    @property
+    def accepted(self) -> int:
+        """Locked: how many messages were taken so far."""
+        return self.pending.taken + len(self.pending.messages)
+
+    def has_settled(self, count: int) -> bool:
+        """Locked: whether the first `count` messages have an outcome."""
+        oldest = self._outbox.oldest_position
+        return count <= (self.pending.taken if oldest is None else oldest)
+
+    def unsettled(self, count: int, reason: Exception) -> Iterator[Failure]:
+        """Locked: those of the first `count` messages that have no outcome."""
+        batches = self._outbox.batches
+        yield from self._failures((batch for batch in batches if batch.position < count), reason)
+        for position, number in enumerate(self.pending.numbers, self.pending.taken):
+            if position < count:
+                yield Failure(number, self.stream, None, reason)
+
+    def _failures(self, batches: Iterable[Batch], reason: Exception) -> Iterator[Failure]:
+        for batch in batches:
+            for number, publishing_id in batch.outstanding():
+                yield Failure(number, self.stream, publishing_id, reason)

@@ -1,0 +1,224 @@
+"""Rows as messages: Arrow batches for the sinks, any rows for `publish_partition`. Pure.
+
+A row without a body, or without a key where the key decides the shard, is refused with its place:
+there is no message that would say "null" to other clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from sharding.errors import InvalidInput
+from sharding.stream.message import encode_data, encode_message
+from sharding.stream.properties import Properties
+from spark.message_columns import MessageColumns
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Key: TypeAlias = str | bytes
+Fields: TypeAlias = Mapping[str, Any]
+
+_EMPTY_BODY = len(encode_data(b""))
+KEYS_REMEMBERED = 10_000
+
+
+@dataclass(frozen=True)
+class Messages:
+    """As many of each as there are rows; None where no row has any."""
+
+    bodies: Sequence[bytes]
+    keys: Sequence[Key | None] | None = None
+    properties: Sequence[Fields | None] | None = None
+    headers: Sequence[Fields | None] | None = None
+    filters: Sequence[str | None] | None = None
+
+    def __len__(self) -> int:
+        return len(self.bodies)
+
+    @property
+    def plain(self) -> bool:
+        """Whether a message has nothing but a body and perhaps a key."""
+        return self.properties is None and self.headers is None
+
+    def encoded(self, heads: KeyHeads) -> list[bytes]:
+        """Each as a whole AMQP 1.0 message, its key as annotation `x-routing-key`."""
+        if self.plain:
+            if self.keys is None:
+                return list(map(encode_data, self.bodies))
+            return [
+                heads[key] + encode_data(body)
+                for key, body in zip(self.keys, self.bodies, strict=True)
+            ]
+        nothing: Sequence[None] = (None,) * len(self.bodies)
+        return [
+            encode_message(
+                body,
+                key=None if key is None else text_key(key),
+                properties=properties and stream_properties(properties),
+                application_properties=headers,
+            )
+            for body, key, properties, headers in zip(
+                self.bodies,
+                self.keys or nothing,
+                self.properties or nothing,
+                self.headers or nothing,
+                strict=True,
+            )
+        ]
+
+
+class KeyHeads(dict[Key | None, bytes]):
+    """What stands before the body in a message with a key; most keys come again and again."""
+
+    def __missing__(self, key: Key | None) -> bytes:
+        if key is None:
+            return b""
+        if len(self) >= KEYS_REMEMBERED:
+            self.clear()
+        head = encode_message(b"", key=text_key(key))[:-_EMPTY_BODY]
+        self[key] = head
+        return head
+
+
+@dataclass
+class RowCount:
+    """How many rows of a task were taken so far, to say where a bad one is."""
+
+    rows: int = field(default=0)
+
+
+def of_batch(
+    batch: pa.RecordBatch, columns: MessageColumns, count: RowCount, *, key_needed: bool
+) -> Messages:
+    """The rows of an Arrow batch in which every named column is."""
+    messages = Messages(
+        bodies=_bytes(batch.column(columns.value)),
+        keys=None if columns.key is None else batch.column(columns.key).to_pylist(),
+        properties=_values(batch, columns.properties),
+        headers=_headers(_values(batch, columns.headers)),
+        filters=_values(batch, columns.filter),
+    )
+    _check(messages, columns, count, key_needed=key_needed)
+    count.rows += len(messages)
+    return messages
+
+
+def of_rows(
+    rows: Iterable[object],
+    columns: MessageColumns,
+    *,
+    key_needed: bool,
+    at_once: int = 1_000,
+) -> Iterator[Messages]:
+    """Rows of any kind, `at_once` of them as one.
+
+    * a `Row` or a mapping: by the names of the columns;
+    * a pair: key and body;
+    * bytes or text: the body alone.
+    """
+    rows = iter(rows)
+    count = RowCount()
+    while part := list(islice(rows, at_once)):
+        parts = [_parts(row, columns, count.rows + at) for at, row in enumerate(part)]
+        keys, bodies, properties, headers, filters = zip(*parts, strict=True)
+        messages = Messages(
+            bodies=[body.encode() if isinstance(body, str) else body for body in bodies],
+            keys=None if columns.key is None and not any(map(_is_given, keys)) else keys,
+            properties=properties if any(map(_is_given, properties)) else None,
+            headers=_headers(headers) if any(map(_is_given, headers)) else None,
+            filters=filters if columns.filter is not None else None,
+        )
+        _check(messages, columns, count, key_needed=key_needed)
+        count.rows += len(messages)
+        yield messages
+
+
+def stream_properties(fields: Fields) -> Properties:
+    """The properties of AMQP 1.0; times without a zone are taken as UTC."""
+    return Properties(
+        **{name: in_utc(value) if isinstance(value, datetime) else value
+           for name, value in fields.items()}
+    )  # fmt: skip
+
+
+def in_utc(moment: datetime) -> datetime:
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
+
+
+def text_key(key: Key) -> str:
+    """A key as an annotation holds it."""
+    if isinstance(key, str):
+        return key
+    try:
+        return key.decode()
+    except UnicodeDecodeError:
+        raise InvalidInput("key", "must be UTF-8 to be kept with a message", key) from None
+
+
+def _parts(
+    row: object, columns: MessageColumns, number: int
+) -> tuple[Any, Any, Fields | None, Any, Any]:
+    names = getattr(row, "__fields__", None)
+    if names is not None:
+        row = dict(zip(names, row, strict=True))  # type: ignore[call-overload]
+    if isinstance(row, Mapping):
+        if columns.value not in row:
+            raise InvalidInput(f"row {number}", f"must have {columns.value!r}", sorted(row))
+        properties = row.get(columns.properties)
+        return (
+            row.get(columns.key),
+            row[columns.value],
+            properties.asDict() if hasattr(properties, "asDict") else properties,
+            row.get(columns.headers),
+            row.get(columns.filter),
+        )
+    if isinstance(row, tuple) and len(row) == 2:
+        return (*row, None, None, None)
+    if isinstance(row, str | bytes | bytearray | memoryview):
+        return None, row, None, None, None
+    rule = "must be a Row or mapping, a pair of key and body, or a body"
+    raise InvalidInput(f"row {number}", rule, type(row).__name__)
+
+
+def _check(
+    messages: Messages, columns: MessageColumns, count: RowCount, *, key_needed: bool
+) -> None:
+    for at, body in enumerate(messages.bodies):
+        if type(body) is not bytes:
+            rule = f"{columns.value!r} must be bytes or text, not null"
+            raise InvalidInput(f"row {count.rows + at} of the task", rule, body)
+    if not key_needed:
+        return
+    if messages.keys is None or None in messages.keys:
+        at = 0 if messages.keys is None else messages.keys.index(None)
+        rule = f"{columns.key or 'the key'!r} decides the shard and must not be null"
+        raise InvalidInput(f"row {count.rows + at} of the task", rule, None)
+
+
+def _bytes(column: pa.Array) -> list[bytes]:
+    import pyarrow as pa
+
+    if pa.types.is_large_string(column.type):
+        column = column.cast(pa.large_binary())
+    elif pa.types.is_string(column.type):
+        column = column.cast(pa.binary())
+    found: list[bytes] = column.to_pylist()
+    return found
+
+
+def _values(batch: pa.RecordBatch, name: str | None) -> list[Any] | None:
+    return None if name is None else batch.column(name).to_pylist()
+
+
+def _headers(values: Sequence[Any] | None) -> list[Fields | None] | None:
+    """Arrow gives a map as pairs."""
+    return None if values is None else [None if value is None else dict(value) for value in values]
+
+
+def _is_given(value: object) -> bool:
+    return value is not None

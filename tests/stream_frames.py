@@ -1,0 +1,127 @@
+"""What a broker sends, as bytes, and connections brought to where they can be sent it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from sharding.stream import admin_requests, requests, wire
+from sharding.stream.connection import Connection
+from sharding.stream.events import Event, ToSend
+from sharding.stream.handshake import Close, Login
+from sharding.stream.protocol import FIRST, RESPONSE, Code, Key, Limits
+from sharding.stream.requests import Request
+
+OK = struct.pack(">H", Code.OK)
+PASSWORD = "a-password-nobody-may-see"
+LOGIN = Login("someone", PASSWORD)
+
+
+def frame(key: int, body: bytes, version: int = 1) -> bytes:
+    return struct.pack(">IHH", len(body) + 4, key, version) + body
+
+
+def answer(key: int, correlation_id: int, body: bytes = OK) -> bytes:
+    return frame(RESPONSE | key, struct.pack(">I", correlation_id) + body)
+
+
+def properties(values: Mapping[str, str]) -> bytes:
+    return OK + wire.string_map("properties", values)
+
+
+def strings(*values: str) -> bytes:
+    return OK + wire.string_list("strings", values)
+
+
+def tune(frame_max: int = 1_048_576, heartbeat: int = 60) -> bytes:
+    return frame(Key.TUNE, struct.pack(">II", frame_max, heartbeat))
+
+
+COMMANDS = struct.pack(">I", 2) + struct.pack(">6H", Key.PUBLISH, 1, 2, Key.STREAM_STATS, 1, 1)
+
+
+def handshake(version: str = "4.0.5") -> list[bytes]:
+    """What a broker sends until the connection is open."""
+    advertised = {"advertised_host": "rmq1", "advertised_port": "5552"}
+    frames = [
+        answer(Key.PEER_PROPERTIES, 1, properties({"product": "RabbitMQ", "version": version})),
+        answer(Key.SASL_HANDSHAKE, 2, strings("PLAIN", "AMQPLAIN")),
+        answer(Key.SASL_AUTHENTICATE, 3) + tune(),
+        answer(Key.OPEN, 4, properties(advertised)),
+    ]
+    if not version.startswith("3.10"):
+        frames.append(answer(Key.EXCHANGE_COMMAND_VERSIONS, 5, OK + COMMANDS))
+    return frames
+
+
+def new_connection(limits: Limits | None = None, login: Login = LOGIN) -> Connection:
+    """One that has sent its first frame."""
+    connection = Connection(login, limits or Limits(), 60, {"product": "Warren"})
+    connection.begin()
+    return connection
+
+
+def open_connection(version: str = "4.0.5", limits: Limits | None = None) -> Connection:
+    connection = new_connection(limits)
+    connection.receive(b"".join(handshake(version)))
+    assert connection.opened is not None
+    return connection
+
+
+def sent(events: list[Event]) -> list[bytes]:
+    return [event.frame for event in events if isinstance(event, ToSend)]
+
+
+METADATA = (
+    struct.pack(">I", 2)
+    + (struct.pack(">H", 7) + wire.string("host", "rmq1") + struct.pack(">I", 5552))
+    + (struct.pack(">H", 9) + wire.string("host", "rmq2") + struct.pack(">I", 5553))
+    + struct.pack(">I", 2)
+    + (wire.string("stream", "invoices-0") + struct.pack(">HHI2H", 1, 7, 2, 9, 11))
+    + (wire.string("stream", "missing") + struct.pack(">HHI", 2, 0xFFFF, 0))
+)
+
+ANSWERED: list[tuple[Request[Any], bytes]] = [
+    (requests.DeclarePublisher(1, "me", "s"), OK),
+    (requests.QueryPublisherSequence("me", "s"), OK + struct.pack(">Q", 2**63)),
+    (requests.DeletePublisher(1), OK),
+    (requests.Subscribe(3, "s", FIRST, 10), OK),
+    (requests.Unsubscribe(3), OK),
+    (requests.QueryOffset("me", "s"), OK + struct.pack(">Q", 77)),
+    (requests.Metadata(("invoices-0", "missing")), METADATA),
+    (requests.Route("key", "invoices"), strings("invoices-0")),
+    (requests.Partitions("invoices"), strings("invoices-0", "invoices-1")),
+    (admin_requests.Create("s"), OK),
+    (admin_requests.Delete("s"), OK),
+    (
+        admin_requests.StreamStats("s"),
+        OK + struct.pack(">I", 1) + wire.string("name", "first_chunk_id") + struct.pack(">q", -1),
+    ),
+    (Close(), OK),
+]
+"""Requests, and the content of an answer to each."""
+
+CHUNK = bytes(range(48)) + b"the content of a chunk"
+
+PUSHED: list[bytes] = [
+    frame(Key.PUBLISH_CONFIRM, struct.pack(">BI3Q", 4, 3, 1, 2, 2**64 - 1)),
+    frame(Key.PUBLISH_ERROR, struct.pack(">BIQHQH", 4, 2, 1, 18, 2, 6)),
+    frame(Key.DELIVER, b"\x03" + CHUNK),
+    frame(RESPONSE | Key.CREDIT, struct.pack(">HB", 4, 3)),
+    frame(Key.METADATA_UPDATE, struct.pack(">H", 6) + wire.string("stream", "invoices-0")),
+    frame(Key.CONSUMER_UPDATE, struct.pack(">IBB", 99, 3, 1)),
+    frame(Key.HEARTBEAT, b""),
+]
+"""Frames that a broker sends unasked."""
+
+CLOSE = frame(Key.CLOSE, struct.pack(">IH", 5, 13) + wire.string("reason", "unknown frame"))
+
+
+def asked(connection: Connection) -> list[bytes]:
+    """Ask everything on an open connection; the frames that would answer."""
+    answers = []
+    for request, content in ANSWERED:
+        correlation_id, _ = connection.request(request)
+        answers.append(answer(request.key, correlation_id, content))
+    return answers

@@ -1,0 +1,270 @@
+"""A stream in memory, and connections to it that answer as a broker does, for tests of consumers.
+
+Chunks are delivered on the thread that calls; jobs for later run when the test says so, on a clock
+that the test moves.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from sharding.routes import StreamRoute
+from sharding.stream.access import Access
+from sharding.stream.answers import Answer, MetadataAnswer, OffsetAnswer, StatsAnswer
+from sharding.stream.errors import ConnectionLost, refusal
+from sharding.stream.handlers import SubscriberHandler
+from sharding.stream.message import encode_data
+from sharding.stream.placement import Placement
+from sharding.stream.protocol import Broker, Code, Key, OffsetSpec, OffsetType
+from sharding.stream.requests import Subscribe, Unsubscribe
+
+A, B, C = Broker("a", 1), Broker("b", 1), Broker("c", 1)
+
+
+def chunk_of(first: int, bodies: Sequence[bytes]) -> memoryview:
+    messages = [encode_data(body) for body in bodies]
+    data = b"".join(struct.pack(">I", len(each)) + each for each in messages)
+    count = len(bodies)
+    header = struct.pack(
+        ">BBHIqQQIIII", 0x50, 0, count, count, 1_000, 1, first, zlib.crc32(data), len(data), 0, 0
+    )
+    return memoryview(header + data)
+
+
+@dataclass
+class FakeStream:
+    """What is stored: chunks by their first offset. A gap is made by `skip`."""
+
+    name: str = "s"
+    chunks: list[tuple[int, list[bytes]]] = field(default_factory=list)
+    next_offset: int = 0
+    stored: dict[str, int] = field(default_factory=dict)
+    begins_at: int = 0
+    watchers: list[FakeClient] = field(default_factory=list)
+
+    def append(self, *sizes: int) -> None:
+        """Add a chunk for each size; a body is the message's offset."""
+        for size in sizes:
+            offsets = range(self.next_offset, self.next_offset + size)
+            self.chunks.append((self.next_offset, [b"%d" % offset for offset in offsets]))
+            self.next_offset += size
+        for client in self.watchers:
+            client.deliver()
+
+    def skip(self, offsets: int) -> None:
+        """What a tracking chunk does."""
+        self.next_offset += offsets
+
+    def truncate(self, chunks: int) -> None:
+        """What retention does."""
+        del self.chunks[:chunks]
+        self.begins_at = self.chunks[0][0]
+
+    def index_of(self, spec: OffsetSpec) -> int:
+        match spec.kind:
+            case OffsetType.FIRST:
+                return 0
+            case OffsetType.LAST:
+                return max(0, len(self.chunks) - 1)
+            case OffsetType.NEXT:
+                return len(self.chunks)
+        ends = [first + len(bodies) for first, bodies in self.chunks]
+        return next((n for n, end in enumerate(ends) if end > spec.value), len(self.chunks))
+
+
+@dataclass
+class _Subscribed:
+    following: int  # the first offset of the next chunk is at or after this
+    credit: int
+
+
+class FakeClient:
+    def __init__(
+        self, node: Broker, stream: FakeStream, version: tuple[int, ...] = (4, 0, 5)
+    ) -> None:
+        self.node = node
+        self.server_version = version
+        self.closed = False
+        self.stream = stream
+        self.handlers: dict[int, SubscriberHandler] = {}
+        self.subscribed: dict[int, _Subscribed] = {}
+        self.requests: list[object] = []
+        self.delivered = 0
+        self.refuses: Exception | None = None
+        self.hold_back = False
+        self.waits_for_turn = False
+        stream.watchers.append(self)
+
+    def supports(self, key: Key, version: int = 1) -> bool:  # noqa: ARG002
+        return self.server_version >= (3, 11) or key <= Key.PARTITIONS
+
+    def attach_subscriber(self, handler: SubscriberHandler, stream: str) -> int:  # noqa: ARG002
+        number = next(n for n in range(255) if n not in self.handlers)
+        self.handlers[number] = handler
+        return number
+
+    def detach_subscriber(self, number: int) -> None:
+        del self.handlers[number]
+        self.subscribed.pop(number, None)
+
+    def call(self, request: Any, timeout: float | None = None) -> Answer:  # noqa: ARG002
+        if self.closed:
+            raise ConnectionLost("closed")
+        if self.refuses is not None:
+            raise self.refuses
+        self.requests.append(request)
+        match request.key:
+            case Key.SUBSCRIBE:
+                return self._subscribe(request)
+            case Key.UNSUBSCRIBE:
+                self.subscribed.pop(request.subscription_id, None)
+            case Key.QUERY_OFFSET:
+                return OffsetAnswer(Code.OK, self.stream.stored.get(request.reference))
+            case Key.STREAM_STATS:
+                return StatsAnswer(Code.OK, {"first_chunk_id": self.stream.begins_at})
+            case Key.METADATA:
+                return MetadataAnswer(Code.OK)
+        return Answer(Code.OK)
+
+    def send(self, frame: bytes, timeout: float | None = None) -> None:  # noqa: ARG002
+        if self.closed:
+            raise ConnectionLost("closed")
+        key = int.from_bytes(frame[4:6], "big")
+        if key == Key.CREDIT:
+            number, credit = struct.unpack(">BH", frame[8:11])
+            self.subscribed[number].credit += credit
+            self.deliver()
+        else:
+            assert key == Key.STORE_OFFSET
+            length = int.from_bytes(frame[8:10], "big")
+            name = frame[10 : 10 + length].decode()
+            self.stream.stored[name] = int.from_bytes(frame[-8:], "big")
+
+    def _subscribe(self, request: Subscribe) -> Answer:
+        if self.stream.name != request.stream:
+            raise refusal("Subscribe", Code.NO_SUCH_STREAM, request.stream)
+        self._start(request.subscription_id, request.offset, request.credit)
+        self.waits_for_turn = "single-active-consumer" in request.properties
+        self.deliver()
+        return Answer(Code.OK)
+
+    def _start(self, number: int, spec: OffsetSpec, credit: int) -> None:
+        index = self.stream.index_of(spec)
+        chunks = self.stream.chunks
+        following = chunks[index][0] if index < len(chunks) else self.stream.next_offset
+        self.subscribed[number] = _Subscribed(following, credit)
+
+    def make_active(self, number: int, active: bool) -> None:
+        """What ConsumerUpdate does."""
+        credit = self.subscribed[number].credit
+        spec = self.handlers[number].on_activity(active)
+        self.waits_for_turn = not active
+        if active:
+            self._start(number, spec, credit)
+            self.deliver()
+
+    def deliver(self) -> None:
+        if self.hold_back or self.waits_for_turn or self.closed:
+            return
+        for number, subscribed in list(self.subscribed.items()):
+            for first, bodies in list(self.stream.chunks):
+                if subscribed.credit > 0 and first >= subscribed.following:
+                    subscribed.following = first + len(bodies)
+                    subscribed.credit -= 1
+                    self.delivered += 1
+                    self.handlers[number].on_chunk(chunk_of(first, bodies))
+
+    def lose(self, reason: Exception | None = None) -> None:
+        """The connection breaks."""
+        self.closed = True
+        self.subscribed.clear()
+        handlers, self.handlers = self.handlers, {}
+        for handler in handlers.values():
+            handler.on_lost(reason or ConnectionLost("lost"))
+
+    def asked(self, kind: type) -> list[Any]:
+        return [request for request in self.requests if isinstance(request, kind)]
+
+    @property
+    def unsubscribed(self) -> bool:
+        return bool(self.asked(Unsubscribe)) and not self.handlers
+
+
+class FakeCluster:
+    """Three nodes with the stream, and what an environment lends to a consumer."""
+
+    def __init__(self, *sizes: int, version: tuple[int, ...] = (4, 0, 5)) -> None:
+        self.stream = FakeStream()
+        self.stream.append(*sizes)
+        self.version = version
+        self.now = 0.0
+        self.clients: list[FakeClient] = []
+        self.released: list[FakeClient] = []
+        self.jobs: list[tuple[float, Callable[[], None]]] = []
+        self.down: Exception | None = None
+        self.no_stream: Exception | None = None
+        self.suspected: list[str] = []
+        self.on_connect: Callable[[FakeClient], None] = lambda _: None
+
+    @property
+    def access(self) -> Access:
+        return Access(
+            routes=self,
+            pool=cast(Any, self),
+            later=self,
+            placement=Placement(),
+            clock=lambda: self.now,
+            rng=random.Random(7),
+        )
+
+    @property
+    def client(self) -> FakeClient:
+        """The connection that was made last."""
+        return self.clients[-1]
+
+    def route(self, stream: str, timeout: float) -> StreamRoute:  # noqa: ARG002
+        if self.no_stream is not None:
+            raise self.no_stream
+        return StreamRoute(stream, A, (B, C))
+
+    def leader(self, stream: str, timeout: float) -> Broker:  # noqa: ARG002
+        return A
+
+    def suspect(self, stream: str, reason: str) -> None:  # noqa: ARG002
+        self.suspected.append(stream)
+
+    def subscriber(
+        self,
+        candidates: Sequence[Broker],
+        stream: str,
+        handler: SubscriberHandler,
+        deadline: float,  # noqa: ARG002
+    ) -> tuple[FakeClient, int]:
+        if self.down is not None:
+            raise self.down
+        client = FakeClient(candidates[0], self.stream, self.version)
+        self.clients.append(client)
+        number = client.attach_subscriber(handler, stream)
+        self.on_connect(client)
+        return client, number
+
+    def release(self, client: FakeClient) -> None:
+        self.released.append(client)
+
+    def schedule(self, delay: float, job: Callable[[], None]) -> None:
+        self.jobs.append((self.now + delay, job))
+
+    def run(self, until: float | None = None) -> None:
+        """Do what is due, and with `until` what becomes due up to then."""
+        until = self.now if until is None else until
+        while due := [entry for entry in self.jobs if entry[0] <= until]:
+            entry = min(due, key=lambda each: each[0])
+            self.jobs.remove(entry)
+            self.now = max(self.now, entry[0])
+            entry[1]()
+        self.now = until
