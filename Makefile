@@ -7,7 +7,7 @@ RUN := .venv/bin/
 # Two files at a time: much of a test's time is a broker that boots.
 PYTEST := $(RUN)pytest --numprocesses 2 --dist loadfile
 
-.PHONY: demo test lint matrix bench faults up down status ready
+.PHONY: demo test lint matrix bench fuzz faults up down status ready
 
 demo: ready
 	$(RUN)python -m examples.demo
@@ -33,6 +33,12 @@ bench: ready
 	$(RUN)python -m benchmarks.slots
 	$(RUN)python -m benchmarks.channel
 	$(RUN)python -m benchmarks.publisher
+	$(RUN)python -m benchmarks.streams
+
+# Mutated frames and chunks for SECONDS, beyond what `make test` tries.
+SECONDS ?= 60
+fuzz: ready
+	$(RUN)python -m tests.fuzz_streams --seconds $(SECONDS)
 
 # A minute of publishing for each fault, on both versions.
 faults: ready

@@ -10,6 +10,7 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import copy
 from math import inf
@@ -117,7 +118,7 @@ class RouteCache:
     def counters(self) -> Mapping[str, int]:
         """Every decision so far: hits, queries, pushes, …"""
         with self._work:
-            return dict(self._state.counters)
+            return Counter(self._state.counters)
 
     def close(self, timeout: float = 5) -> None:
         """End the thread; who waits for an answer gets an error. The source stays open."""

@@ -1,4 +1,4 @@
-"""The columns of the source: their types in Spark, and batches of the client turned into them.
+"""The columns of the source: which there are, and what the client is asked for to fill them.
 
 | column | type | what |
 |---|---|---|
@@ -15,47 +15,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sharding.stream.columns import Columns
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql.types import StructType
 
 DEFAULT_COLUMNS = ("key", "value", "stream", "partition", "offset", "timestamp")
 COLUMNS = (*DEFAULT_COLUMNS, "properties", "headers", "node")
 
-_TEXT_PROPERTIES = (
-    "message_id string, user_id binary, to string, subject string, reply_to string, "
-    "correlation_id string, content_type string, content_encoding string, "
-    "absolute_expiry_time timestamp, creation_time timestamp, group_id string, "
-    "group_sequence bigint, reply_to_group_id string"
-)
-_SPARK_TYPES = {
-    "key": "string",
-    "value": "binary",
-    "stream": "string",
-    "partition": "int",
-    "offset": "bigint",
-    "timestamp": "timestamp",
-    "properties": f"struct<{_TEXT_PROPERTIES}>",
-    "headers": "map<string, string>",
-    "node": "string",
-}
-_CLIENT_NAMES = {
-    "key": "key",
-    "value": "body",
-    "offset": "offset",
-    "timestamp": "timestamp",
-    "properties": "properties",
-    "headers": "application_properties",
-}
-_LARGEST_BATCH = 2**31 - 1
-"""Bytes in one Arrow column that Spark can take: it has no large types."""
+
+def spark_schema(columns: Sequence[str]) -> StructType:
+    from pyspark.sql import types
+
+    text = types.StringType()
+    properties = {
+        "message_id": text,
+        "user_id": types.BinaryType(),
+        "to": text,
+        "subject": text,
+        "reply_to": text,
+        "correlation_id": text,
+        "content_type": text,
+        "content_encoding": text,
+        "absolute_expiry_time": types.TimestampType(),
+        "creation_time": types.TimestampType(),
+        "group_id": text,
+        "group_sequence": types.LongType(),
+        "reply_to_group_id": text,
+    }
+    known = {
+        "key": text,
+        "value": types.BinaryType(),
+        "stream": text,
+        "partition": types.IntegerType(),
+        "offset": types.LongType(),
+        "timestamp": types.TimestampType(),
+        "properties": _struct(properties),
+        "headers": types.MapType(text, text),
+        "node": text,
+    }
+    return _struct({column: known[column] for column in columns})
 
 
-def spark_schema(columns: Sequence[str]) -> str:
-    """As Spark's data definition language has it."""
-    return ", ".join(f"`{column}` {_SPARK_TYPES[column]}" for column in columns)
+def client_columns(columns: Sequence[str], raw: bool) -> Columns:
+    """What the client has to take out of each message; what nobody asks for costs nothing."""
+    return Columns(
+        key="key" in columns and not raw,
+        properties="properties" in columns,
+        application_properties="headers" in columns,
+        raw=raw,
+    )
+
+
+def _struct(fields: dict[str, object]) -> StructType:
+    from pyspark.sql.types import StructField, StructType
+
+    return StructType([StructField(name, kind) for name, kind in fields.items()])

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sharding.errors import InvalidInput
+from sharding.stream.keyed import text_of, with_key
 from sharding.stream.message import encode_data, encode_message
 from sharding.stream.properties import Properties
 from spark.message_columns import MessageColumns
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 Key: TypeAlias = str | bytes
 Fields: TypeAlias = Mapping[str, Any]
-
-_EMPTY_BODY = len(encode_data(b""))
-KEYS_REMEMBERED = 10_000
 
 
 @dataclass(frozen=True)
@@ -45,20 +43,20 @@ class Messages:
         """Whether a message has nothing but a body and perhaps a key."""
         return self.properties is None and self.headers is None
 
-    def encoded(self, heads: KeyHeads) -> list[bytes]:
+    def encoded(self) -> list[bytes]:
         """Each as a whole AMQP 1.0 message, its key as annotation `x-routing-key`."""
-        if self.plain:
-            if self.keys is None:
-                return list(map(encode_data, self.bodies))
+        if self.plain and self.keys is None:
+            return list(map(encode_data, self.bodies))
+        if self.plain and self.keys is not None:
             return [
-                heads[key] + encode_data(body)
+                encode_data(body) if key is None else with_key(key, body)
                 for key, body in zip(self.keys, self.bodies, strict=True)
             ]
         nothing: Sequence[None] = (None,) * len(self.bodies)
         return [
             encode_message(
                 body,
-                key=None if key is None else text_key(key),
+                key=None if key is None else text_of(key),
                 properties=properties and stream_properties(properties),
                 application_properties=headers,
             )
@@ -70,19 +68,6 @@ class Messages:
                 strict=True,
             )
         ]
-
-
-class KeyHeads(dict[Key | None, bytes]):
-    """What stands before the body in a message with a key; most keys come again and again."""
-
-    def __missing__(self, key: Key | None) -> bytes:
-        if key is None:
-            return b""
-        if len(self) >= KEYS_REMEMBERED:
-            self.clear()
-        head = encode_message(b"", key=text_key(key))[:-_EMPTY_BODY]
-        self[key] = head
-        return head
 
 
 @dataclass
@@ -148,16 +133,6 @@ def stream_properties(fields: Fields) -> Properties:
 
 def in_utc(moment: datetime) -> datetime:
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
-
-
-def text_key(key: Key) -> str:
-    """A key as an annotation holds it."""
-    if isinstance(key, str):
-        return key
-    try:
-        return key.decode()
-    except UnicodeDecodeError:
-        raise InvalidInput("key", "must be UTF-8 to be kept with a message", key) from None
 
 
 def _parts(

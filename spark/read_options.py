@@ -29,7 +29,7 @@ others to see its lag. The checkpoint decides where a query goes on, never this 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spark.columns import COLUMNS, DEFAULT_COLUMNS
 from spark.filters import ChunkFilter
@@ -58,7 +58,7 @@ class ReadOptions:
     fail_on_data_loss: bool = True
     columns: tuple[str, ...] = DEFAULT_COLUMNS
     raw: bool = False
-    filter: ChunkFilter = ChunkFilter()
+    filter: ChunkFilter = field(default_factory=ChunkFilter)
     store_offsets: str | None = None
     only_streaming: tuple[str, ...] = ()
     """The given options that a batch has no use for."""
@@ -106,7 +106,9 @@ class ReadOptions:
     def _check(self, values: OptionValues) -> None:
         low, high = self.min_offsets, self.max_offsets
         if low is not None and high is not None and low > high:
-            raise BadOption("minOffsetsPerTrigger", f"must be at most maxOffsetsPerTrigger, {high}", low)
+            raise BadOption(
+                "minOffsetsPerTrigger", f"must be at most maxOffsetsPerTrigger, {high}", low
+            )
         if values.given("maxTriggerDelay") and low is None:
             raise BadOption("maxTriggerDelay", "needs minOffsetsPerTrigger", "none")
         hidden = {"properties", "headers"} & set(self.columns)

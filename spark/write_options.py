@@ -78,7 +78,7 @@ class WriteOptions:
     """The text of an `OwnShards`."""
 
     @classmethod
-    def of(cls, values: OptionValues) -> WriteOptions:
+    def parse(cls, values: OptionValues) -> WriteOptions:
         """Asks for every name, whatever the target, so that none of them is taken for unknown."""
         for name in _SPARKS_OWN:
             values.given(name)

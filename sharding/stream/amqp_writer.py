@@ -46,7 +46,9 @@ def write_value(value: AmqpValue, depth: int = 0) -> bytes:
             return b"\x94" + _decimal(value)
         case Described():
             return (
-                b"\x00" + write_value(value.descriptor, depth + 1) + write_value(value.value, depth + 1)
+                b"\x00"
+                + write_value(value.descriptor, depth + 1)
+                + write_value(value.value, depth + 1)
             )
         case Mapping():
             return write_map(value, depth)

@@ -1,24 +1,25 @@
-"""Chunks become Arrow record batches; many waiting chunks become one, as each batch has fixed costs.
+"""Chunks become Arrow record batches; many waiting chunks become one batch.
 
-The columns, in this order:
+Each batch has fixed costs, and brokers make chunks of a hundred messages as well as of thousands.
+The columns, in this order, the last three on request:
 
-| name | type | what |
-|---|---|---|
-| offset | int64 | |
-| timestamp | timestamp[ms, UTC] | when the broker stored the chunk |
-| body | binary | what `message.py` says of bodies |
-| key | string | on request; null for messages without the annotation `x-routing-key` |
-| properties | struct | on request; null for messages without; the fields of `Properties`: times are timestamp[ms, UTC], user_id is binary, group_sequence int64, all others are strings |
-| application_properties | map<string, string> | on request; null for messages without |
+* `offset`: int64;
+* `timestamp`: timestamp[ms, UTC]; when the broker stored the chunk;
+* `body`: binary; what `message.py` says of bodies;
+* `key`: string; null for messages without the annotation `x-routing-key`;
+* `properties`: struct; null for messages without. The fields are those of `Properties`: user_id is
+  binary, the two times are timestamp[ms, UTC] (null outside the years 1 to 9999), group_sequence is
+  int64, all others are strings;
+* `application_properties`: map<string, string>; null for messages without any.
 
-The metadata of the schema holds the name of the stream under `stream`. body and key become
-large_binary and large_string in a batch whose chunks hold more than 2 GiB. Values that are no
-texts become strings as `as_text` says.
+What is no text becomes a string as `as_text` says. The metadata of the schema holds the name of
+the stream under `stream`. body and key become large_binary and large_string in a batch of more
+than 2 GiB.
 
 Three ways lead there, each many times slower than the one before, and all to the same rows: plain
 messages of one size per chunk (`arrow_equal`); messages with a body and maybe a key
-(`arrow_layouts`); any AMQP 1.0 message, one by one (`message`). What was not asked for is not
-looked at: a property that is malformed is found by those who read properties.
+(`arrow_layouts`); any AMQP 1.0 message, one by one (`message`). Chunks without wanted offsets are
+not looked into.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def scatter(kind: pa.DataType, count: int, parts: Sequence[Part]) -> pa.Array:
     source = np.zeros(count, np.int64)
     missing = np.ones(count, np.bool_)
     before = 0
-    for rows, values in parts:
+    for rows, _ in parts:
         source[rows] = np.arange(before, before + len(rows))
         missing[rows] = False
         before += len(rows)

@@ -12,12 +12,13 @@ numbers.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sharding.stream import entries
 from sharding.stream.codecs import Compression
 from sharding.stream.entries import Entries
+from sharding.stream.report import Failure
 from sharding.stream.requests import publish_header
 
 
@@ -160,3 +161,10 @@ class Batch:
         if self.plain:
             return entries.data_entries(messages, ids)
         return entries.message_entries(messages, ids)
+
+
+def failures(batches: Iterable[Batch], stream: str, reason: Exception) -> Iterator[Failure]:
+    """Every message of `batches` without an outcome, as failed for `reason`."""
+    for batch in batches:
+        for number, publishing_id in batch.outstanding():
+            yield Failure(number, stream, publishing_id, reason)

@@ -152,9 +152,7 @@ def read_batch(data: memoryview, position: int) -> Batch:
 def unpack(batch: Batch, data: memoryview, limits: Limits) -> memoryview:
     """What a batch holds, decompressed."""
     compressed = data[batch.start : batch.end]
-    return memoryview(
-        decompress(batch.compression, compressed, batch.uncompressed_length, limits)
-    )
+    return memoryview(decompress(batch.compression, compressed, batch.uncompressed_length, limits))
 
 
 def batch_messages(content: memoryview, records: int) -> Iterator[memoryview]:

@@ -1,4 +1,8 @@
-"""Whether offsets that no chunk holds were messages that retention deleted."""
+"""Whether offsets that no chunk holds were messages that retention deleted.
+
+Each replica deletes on its own, so this is asked of the node that the chunks came from: another
+one may still have what is lost here.
+"""
 
 from __future__ import annotations
 

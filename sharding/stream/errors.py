@@ -127,6 +127,7 @@ _BY_CODE: dict[int, type[StreamRefused]] = {
     Code.SASL_MECHANISM_UNSUPPORTED: AuthenticationFailed,
     Code.AUTHENTICATION_FAILURE: AuthenticationFailed,
     Code.SASL_ERROR: AuthenticationFailed,
+    Code.SASL_CHALLENGE: AuthenticationFailed,
     Code.LOOPBACK_ONLY: AuthenticationFailed,
     Code.VHOST_ACCESS_REFUSED: AccessRefused,
     Code.ACCESS_REFUSED: AccessRefused,

@@ -126,6 +126,8 @@ class Locator:
         try:
             return connecting.result(max(0.0, timeout))
         except TimeoutError:
+            if connecting.done():
+                raise
             names = ", ".join(map(str, self._addresses))
             raise Unreachable(f"none of {names} answered within {timeout:.3g} s") from None
 
@@ -137,7 +139,7 @@ class Locator:
     @property
     def counters(self) -> Mapping[str, int]:
         with self._lock:
-            return dict(self._counters)
+            return Counter(self._counters)
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
         with self._lock:

@@ -29,30 +29,28 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 
 from sharding.errors import LocalError, OutcomeUnknown, Unreachable, WarrenError
 from sharding.stream import entries
-from sharding.stream.batch import Batch
+from sharding.stream.batch import Batch, failures
 from sharding.stream.errors import (
     NoAnswerInTime,
     Overloaded,
     StreamUnavailable,
     refusal,
 )
-from sharding.stream.outage import Outage
+from sharding.stream.load import Load
 from sharding.stream.outbox import Outbox
 from sharding.stream.pending import Pending
 from sharding.stream.producer_options import ProducerOptions
 from sharding.stream.protocol import Code
 from sharding.stream.publishing import Attachment, Publishers, Publishing
+from sharding.stream.reconnecting import Reconnecting
 from sharding.stream.recovery import Recovery, Timer
 from sharding.stream.report import Failure, Tally
 
 logger = logging.getLogger("warren.stream.producer")
 
-_TRY_TIMEOUT = 15.0  # for one try to open a publisher
-_END_TIMEOUT = 5.0
 _PUBLISHER_GONE = (Code.NO_SUCH_PUBLISHER, Code.STREAM_NOT_AVAILABLE)
 
 
@@ -81,7 +79,7 @@ class PartitionWriter:
         self._lock = shared.lock
         self.pending = Pending(self._options, stream)
         self.quick_messages = self.quick_bytes = 0
-        """Below both, a body may be added to `pending` without a look at anything else."""
+        """Below both, a message may be added to `pending` without a look at anything else."""
         self._outbox = Outbox(keep=self._options.name is not None)
         self._publishing: Publishing | None = None
         self._frame_max = 0
@@ -90,21 +88,24 @@ class PartitionWriter:
         self._is_due = False
         self._linger: Timer | None = None
         self._confirm_check: Timer | None = None
-        self._outage: Outage | None = None
-        self.recoveries = 0
-        self.longest_recovery = 0.0
-        """Seconds from a loss to the next confirm."""
+        self.reconnecting = Reconnecting(
+            stream,
+            shared.publishers,
+            shared.recovery,
+            self,
+            self._go_on,
+            self._fail,
+            shared.clock,
+            shared.rng,
+            self._options.recovery_timeout,
+        )
 
     def open(self, deadline: float) -> None:
         """Connect for the first time; raises what goes wrong."""
         publishing = self._shared.publishers.open(self.stream, self, deadline)
         with self._lock:
             self.pending.go_on_after(publishing.last_id)
-            self._publishing = publishing
-            self._frame_max = publishing.frame_max
-            self._set_quick()
-        if publishing.attachment.is_lost:
-            self.lost(publishing.attachment, Unreachable("lost while it was opened"))
+        self._go_on(publishing)
 
     # Taking messages
 
@@ -133,22 +134,16 @@ class PartitionWriter:
                     f"{self.stream!r} has {outbox.messages} unconfirmed messages of {outbox.size} "
                     "bytes; send less, or raise max_unconfirmed and max_unconfirmed_bytes"
                 )
+            if not self._is_due:
+                self.write_soon()  # what is pending may be all there is, and linger long
             self._shared.changed.wait(left)
 
-    def add(
-        self,
-        messages: Sequence[bytes],
-        numbers: Sequence[int],
-        *,
-        plain: bool,
-        filters: Sequence[bytes | None] | None = None,
-        ids: Sequence[int] | None = None,
-    ) -> bool:
+    def add(self, load: Load) -> bool:
         """Locked: take messages for which there is room. True if `write()` is to be called."""
         pending = self.pending
         if not pending.messages:
             pending.since = self._shared.clock()
-        pending.extend(messages, numbers, plain=plain, filters=filters, ids=ids)
+        pending.extend(load)
         self._set_quick()
         if pending.is_full or self._options.linger == 0:
             self._is_due = True
@@ -157,52 +152,32 @@ class PartitionWriter:
             self._linger = self._shared.recovery.soon(self._options.linger, self._linger_ended)
         return False
 
-    def add_many(
-        self,
-        messages: Sequence[bytes],
-        numbers: Sequence[int],
-        *,
-        plain: bool,
-        filters: Sequence[bytes | None] | None,
-        ids: Sequence[int] | None,
-        deadline: float,
-    ) -> int:
-        """Take and write messages as room is made; how many, if not all, before the deadline.
-
-        Raises only if not one was taken.
-        """
+    def add_many(self, load: Load, deadline: float) -> tuple[int, WarrenError | None]:
+        """Take and write messages as room is made: how many, and if not all, why."""
         start = 0
-        while start < len(messages):
+        while start < len(load):
             with self._lock:
                 try:
-                    room = self.wait_for_room(deadline)
-                    part = messages[start : start + min(room, self._options.batch_messages)]
-                    part = part[: entries.cut(list(map(len, part)), self._room_in_bytes())[0].stop]
-                    stop = start + len(part)
-                    if ids is not None:
-                        self.pending.check_ids(ids[start:stop])
-                except WarrenError:
-                    if start == 0:
-                        raise
-                    return start
-                is_full = self.add(
-                    part,
-                    numbers[start:stop],
-                    plain=plain,
-                    filters=filters and filters[start:stop],
-                    ids=ids and ids[start:stop],
-                )
+                    room = min(self.wait_for_room(deadline), self._options.batch_messages)
+                    part = load.part(start, start + room)
+                    fitting = entries.cut(list(map(len, part.messages)), self._room_in_bytes())[0]
+                    part = part.part(0, fitting.stop)
+                    if part.ids is not None:
+                        self.pending.check_ids(part.ids)
+                except WarrenError as error:
+                    return start, error
+                is_full = self.add(part)
             if is_full:
                 self.write()
-            start = stop
-        return start
+            start += len(part)
+        return start, None
 
     def _room_in_bytes(self) -> int:
         return self._options.max_unconfirmed_bytes - self._outbox.size - self.pending.size
 
     def _set_quick(self) -> None:
         options, outbox, pending = self._options, self._outbox, self.pending
-        if self._failure is not None or not pending.plain or pending.ids is not None:
+        if self._failure is not None or options.filtering or pending.ids is not None:
             self.quick_messages = 0
             return
         # The message that fills a batch takes the long way, which writes the batch.
@@ -278,8 +253,8 @@ class PartitionWriter:
                 return
             stored = self._outbox.confirm(publishing_ids)
             self._shared.tally.stored += stored
-            if self._outage is not None and stored:
-                self._end_outage(self._outage)
+            if stored:
+                self.reconnecting.end()
             self._set_quick()
             self._shared.changed.notify_all()
 
@@ -310,18 +285,14 @@ class PartitionWriter:
             if self._publishing is None or source is not self._publishing.attachment:
                 return
             self._publishing = None
-            if self._outage is None:
-                now = self._shared.clock()
-                self._outage = Outage(now, now + self._options.recovery_timeout)
-            unknown = OutcomeUnknown(f"sent to {self.stream!r}, but not confirmed: {reason}")
-            unknown.__cause__ = reason
-            self._shared.tally.give_up(self._failures(self._outbox.lost(), unknown))
+            self.reconnecting.begin()
+            self._give_up(self._outbox.lost(), reason)
             self._set_quick()
             self._shared.changed.notify_all()
         logger.info("the publisher on %r is lost: %s", self.stream, reason)
-        self._recover_in(0, partial(self._recover, reason, overdue))
+        self.reconnecting.start(reason, overdue)
 
-    # Deadlines and recovery, on the threads of the environment
+    # On the threads of the environment
 
     def _check_confirms_in(self, delay: float) -> None:
         self._confirm_check = self._shared.recovery.soon(delay, self._check_confirms)
@@ -341,53 +312,21 @@ class PartitionWriter:
         reason = NoAnswerInTime(f"{self.stream!r}: no confirm within {timeout:g} s")
         self.lost(publishing.attachment, reason, overdue=publishing)
 
-    def _recover_in(self, delay: float, job: Callable[[], None]) -> None:
-        if self._shared.recovery.schedule(delay, job).cancelled:
-            self._fail(LocalError("the environment is closed"))
-
-    def _recover(self, reason: Exception, overdue: Publishing | None = None) -> None:
-        shared, outage = self._shared, self._outage
-        if outage is None or self._failure is not None:
-            return
-        if overdue is not None:
-            overdue.end(_END_TIMEOUT)
-        shared.publishers.suspect(self.stream, reason)
-        deadline = min(outage.deadline, shared.clock() + _TRY_TIMEOUT)
-        try:
-            publishing = shared.publishers.open(self.stream, self, deadline)
-        except Exception as error:
-            pause = outage.pause_after(error, shared.clock(), shared.rng)
-            if pause is None:
-                self._fail(error)
-            else:
-                logger.debug("%r can't be published to yet: %s", self.stream, error)
-                self._recover_in(pause, partial(self._recover, error))
-            return
-        self._go_on(publishing)
-
-    def _go_on(self, publishing: Publishing) -> None:
+    def _go_on(self, publishing: Publishing) -> bool:
+        """There is a publisher (again). False: it is not wanted any more."""
         with self._lock:
-            is_wanted = self._failure is None
-            if is_wanted:
-                self._publishing = publishing
-                self._frame_max = publishing.frame_max
-                self._is_due = bool(self.pending.messages)
-                if not self._outbox.messages and self._outage is not None:
-                    self._end_outage(self._outage)
-                self._set_quick()
-        if not is_wanted:
-            publishing.end(_END_TIMEOUT)
-        elif publishing.attachment.is_lost:
+            if self._failure is not None:
+                return False
+            self._publishing = publishing
+            self._frame_max = publishing.frame_max
+            self._is_due = bool(self.pending.messages)
+            if not self._outbox.messages:
+                self.reconnecting.end()
+            self._set_quick()
+        if publishing.attachment.is_lost:
             self.lost(publishing.attachment, Unreachable("lost while it was opened"))
-        else:
-            self.write()
-
-    def _end_outage(self, outage: Outage) -> None:
-        self._outage = None
-        self.recoveries += 1
-        seconds = self._shared.clock() - outage.since
-        self.longest_recovery = max(self.longest_recovery, seconds)
-        logger.info("%r can be published to again, after %.1f s", self.stream, seconds)
+        self.write()
+        return True
 
     # The end
 
@@ -408,11 +347,9 @@ class PartitionWriter:
             if self.pending.messages:
                 self._outbox.add(self.pending.take(self._frame_max))
             batches = self._outbox.drain()
-            unknown = OutcomeUnknown(f"sent to {self.stream!r}, but not confirmed: {reason}")
-            unknown.__cause__ = reason
-            tally = self._shared.tally
-            tally.give_up(self._failures((b for b in batches if b.sent_at is not None), unknown))
-            tally.refuse(self._failures((b for b in batches if b.sent_at is None), reason))
+            self._give_up([batch for batch in batches if batch.sent_at is not None], reason)
+            never_sent = [batch for batch in batches if batch.sent_at is None]
+            self._shared.tally.refuse(failures(never_sent, self.stream, reason))
             for timer in (self._linger, self._confirm_check):
                 if timer is not None:
                     timer.cancel()
@@ -436,12 +373,14 @@ class PartitionWriter:
     def unsettled(self, count: int, reason: Exception) -> Iterator[Failure]:
         """Locked: those of the first `count` messages that have no outcome."""
         batches = self._outbox.batches
-        yield from self._failures((batch for batch in batches if batch.position < count), reason)
+        begun = [batch for batch in batches if batch.position < count]
+        yield from failures(begun, self.stream, reason)
         for position, number in enumerate(self.pending.numbers, self.pending.taken):
             if position < count:
                 yield Failure(number, self.stream, None, reason)
 
-    def _failures(self, batches: Iterable[Batch], reason: Exception) -> Iterator[Failure]:
-        for batch in batches:
-            for number, publishing_id in batch.outstanding():
-                yield Failure(number, self.stream, publishing_id, reason)
+    def _give_up(self, batches: Iterable[Batch], reason: Exception) -> None:
+        # What was sent must not be called retryable, whatever ended the connection is.
+        unknown = OutcomeUnknown(f"sent to {self.stream!r}, but not confirmed: {reason}")
+        unknown.__cause__ = reason
+        self._shared.tally.give_up(failures(batches, self.stream, unknown))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from sharding.errors import InvalidInput
 from sharding.stream import entries
 from sharding.stream.batch import Batch
+from sharding.stream.load import Load
 from sharding.stream.message import encode_data
 from sharding.stream.producer_options import ProducerOptions
 
@@ -76,29 +77,21 @@ class Pending:
                 )
             last = each
 
-    def extend(
-        self,
-        messages: Sequence[bytes],
-        numbers: Sequence[int],
-        *,
-        plain: bool,
-        filters: Sequence[bytes | None] | None,
-        ids: Sequence[int] | None,
-    ) -> None:
-        """Add `messages`, which are bodies if `plain`."""
-        if ids is not None or self.ids is not None:
-            self._add_ids(ids, len(messages))
-        if plain and not self.plain:
+    def extend(self, load: Load) -> None:
+        if load.ids is not None or self.ids is not None:
+            self._add_ids(load.ids, len(load))
+        messages = load.messages
+        if load.plain and not self.plain:
             messages = list(map(encode_data, messages))
-        elif self.plain and not plain:
+        elif self.plain and not load.plain:
             self.messages = list(map(encode_data, self.messages))
             self.size = sum(map(len, self.messages))
             self.plain = False
         self.messages.extend(messages)
-        self.numbers.extend(numbers)
+        self.numbers.extend(load.numbers)
         self.size += sum(map(len, messages))
         if self._filters is not None:
-            self._filters.extend(filters or [None] * len(messages))
+            self._filters.extend(load.filters or [None] * len(messages))
 
     def take(self, frame_max: int) -> Batch:
         """All of it as a batch."""

@@ -44,6 +44,8 @@ class _Search:
         self.role = role
         self.node = node
         self.tries = tries
+        self.callers = 0
+        """How many wait for it; with none left it ends."""
         self.error: Exception | None = None
 
 
@@ -118,7 +120,7 @@ class Pool:
     def counters(self) -> Mapping[str, int]:
         """dials, failed_dials, reused, shared, kept, unwanted, idle_closed."""
         with self._changed:
-            return dict(self._counters)
+            return Counter(self._counters)
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
         """Close every connection, all at the same time; who waits for one gets an error."""
@@ -165,7 +167,7 @@ class Pool:
         """A connection with room, pinned for the caller."""
         search: _Search | None = None
         failed: list[_Search] = []
-        began = False
+        searched = False
         with self._changed:
             while True:
                 if self._closing.is_set():
@@ -176,17 +178,19 @@ class Pool:
                 place = self._shelf.find(role, candidates[: self._good_enough(search, failed)])
                 if place is not None:
                     self._shelf.pin(place, role)
-                    self._counters["reused"] += not began
+                    self._counters["reused"] += not searched
                     return place
                 if failed and self._is_hopeless(failed, candidates):
                     raise self._given_up(candidates, failed)
-                if search is None or (role, search.node) not in self._searches:
-                    search = self._search(role, candidates[len(failed)])
-                    began = True
+                # The one that was waited for may have ended well, and others been quicker.
+                search = self._search(role, candidates[len(failed)], search)
+                searched = True
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self._given_up(candidates, [*failed, search])
+                search.callers += 1
                 self._changed.wait(left)
+                search.callers -= 1
 
     def _good_enough(self, search: _Search | None, failed: Sequence[_Search]) -> int | None:
         """How many of the candidates will do; None for all."""
@@ -219,11 +223,11 @@ class Pool:
 
     # Searches
 
-    def _search(self, role: Role, node: Broker) -> _Search:
+    def _search(self, role: Role, node: Broker, joined: _Search | None) -> _Search:
         """The search for a node that is under way, or a new one."""
         search = self._searches.get((role, node))
         if search is not None:
-            self._counters["shared"] += 1
+            self._counters["shared"] += search is not joined
             return search
         search = _Search(role, node, Tries(self._tries_per_node))
         self._searches[role, node] = search
@@ -241,8 +245,12 @@ class Pool:
             error = problem
         with self._changed:
             search.error = error
-            del self._searches[search.role, search.node]
+            self._forget(search)
             self._changed.notify_all()
+
+    def _forget(self, search: _Search) -> None:
+        if self._searches.get((search.role, search.node)) is search:
+            del self._searches[search.role, search.node]
 
     def _connect(self, search: _Search, node: Broker) -> None:
         client = self._dialled(node)
@@ -251,7 +259,7 @@ class Pool:
     def _try_until_found(self, search: _Search, balancer: Broker) -> None:
         tries = search.tries
         problem: WarrenError | None = None
-        while not self._is_found(search):
+        while not self._is_over(search):
             if tries.are_used_up or self._closing.is_set():
                 raise problem or Unreachable(f"{search.node} was not reached")
             try:
@@ -265,12 +273,16 @@ class Pool:
                     self._changed.notify_all()
             else:
                 self._note(search, client)
-            if not self._is_found(search):
+            if not self._is_over(search):
                 self._closing.wait(tries.pause(self._rng))
 
-    def _is_found(self, search: _Search) -> bool:
-        """Whether there is a connection, perhaps one that another search came upon."""
+    def _is_over(self, search: _Search) -> bool:
+        """Whether there is a connection, perhaps one that another search came upon, or nobody
+        waits for one any more."""
         with self._changed:
+            if not search.callers:
+                self._forget(search)
+                return True
             return self._shelf.find(search.role, [search.node]) is not None
 
     def _note(self, search: _Search, client: StreamClient) -> None:
@@ -282,6 +294,7 @@ class Pool:
             keep = not wanted and (elsewhere or not self._shelf.has_spare(client.node))
             if not wanted:
                 self._counters["kept" if keep else "unwanted"] += 1
+            self._changed.notify_all()  # with each try, more candidates may be good enough
         if wanted or keep:
             self._put(client, client.node, search.role if wanted else None)
         else:

@@ -26,11 +26,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import replace
 
-from sharding.errors import InvalidInput, LocalError, WarrenError
+from sharding.errors import InvalidInput
 from sharding.hashing import Key
 from sharding.stream import entries
 from sharding.stream.amqp_types import AmqpValue
@@ -38,6 +37,7 @@ from sharding.stream.broker_routes import BrokerRoutes
 from sharding.stream.entries import filter_bytes
 from sharding.stream.errors import NoAnswerInTime
 from sharding.stream.keyed import text_of, with_key
+from sharding.stream.load import Load
 from sharding.stream.message import encode_message
 from sharding.stream.partition_writer import PartitionWriter, Shared
 from sharding.stream.partitioning import PartitionFunction
@@ -46,14 +46,11 @@ from sharding.stream.properties import Properties
 from sharding.stream.publishing import Connections, Leaders, Publishers
 from sharding.stream.recovery import Recovery
 from sharding.stream.report import Report
+from sharding.stream.targets import Targets
 
 logger = logging.getLogger("warren.stream.producer")
 
 Body = bytes | bytearray | memoryview
-
-
-class Unroutable(LocalError):
-    """No partition of the super stream is bound to the key."""
 
 
 class Producer:
@@ -72,7 +69,6 @@ class Producer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
-        self._routing = routing
         self._clock = clock
         publishers = Publishers(
             leaders, connections, name=options.name, filtering=options.filtering, clock=clock
@@ -80,11 +76,9 @@ class Producer:
         self._shared = Shared(options, publishers, recovery, clock)
         self._lock = self._shared.lock
         self._next_number = 0
-        self._is_closed = False
         self._writers = tuple(PartitionWriter(stream, self._shared) for stream in streams)
-        self._by_stream = {writer.stream: writer for writer in self._writers}
-        self._only = self._writers[0]
-        self._takes_bodies = len(self._writers) == 1
+        self._targets = Targets({writer.stream: writer for writer in self._writers}, routing)
+        self._only = self._targets.only
         self._open()
 
     def _open(self) -> None:
@@ -121,8 +115,8 @@ class Producer:
     def counters(self) -> Mapping[str, float]:
         with self._lock:
             return {
-                "recoveries": sum(writer.recoveries for writer in self._writers),
-                "longest_recovery": max(writer.longest_recovery for writer in self._writers),
+                "recoveries": sum(each.reconnecting.recoveries for each in self._writers),
+                "longest_recovery": max(each.reconnecting.longest for each in self._writers),
             }
 
     # Sending
@@ -144,27 +138,39 @@ class Producer:
         the message is not sent. The call that fills a batch also writes it, which takes at most
         `send_timeout` more.
         """
-        if key is properties is application_properties is filter_value is publishing_id is None:
-            if self._takes_bodies and body.__class__ is bytes:
-                # The way of most messages: every step here counts.
-                writer = self._only
+        if properties is application_properties is filter_value is publishing_id is None:
+            # The way of most messages: every step here counts.
+            writer = None
+            if body.__class__ is bytes:
+                if key is None:
+                    writer, message, is_plain = self._only, body, True
+                elif self._targets.has_function:
+                    writer = self._targets.by_function(key)
+                    message, is_plain = with_key(key, body), False  # type: ignore[arg-type]
+            if writer is not None:
                 with self._lock:
                     pending = writer.pending
-                    size = pending.size + len(body)
-                    if 0 < len(pending.messages) < writer.quick_messages and (
-                        size < writer.quick_bytes
+                    size = pending.size + len(message)
+                    if (
+                        0 < len(pending.messages) < writer.quick_messages
+                        and size < writer.quick_bytes
+                        and pending.plain is is_plain
                     ):
-                        pending.messages.append(body)  # type: ignore[arg-type]
+                        pending.messages.append(message)  # type: ignore[arg-type]
                         pending.size = size
                         number = self._next_number
                         pending.numbers.append(number)
                         self._next_number = number + 1
                         return number
         message, is_plain = self._message(body, key, properties, application_properties)
-        filters = self._filters([filter_value], 1) if filter_value is not None else None
-        ids = None if publishing_id is None else (publishing_id,)
-        deadline = self._clock() + (self.options.send_timeout if timeout is None else timeout)
-        return self._send_one(self._targets(key), message, is_plain, filters, ids, deadline)
+        load = Load(
+            (message,),
+            (0,),
+            is_plain,
+            None if filter_value is None else self._filters((filter_value,)),
+            None if publishing_id is None else (publishing_id,),
+        )
+        return self._send_one(self._targets.of(key), load, self._deadline(timeout))
 
     def send_many(
         self,
@@ -181,9 +187,12 @@ class Producer:
         the others are reported as refused.
         """
         if keys is None:
-            return self._send_all(bodies, None, True, filter_values, publishing_ids, timeout)
-        messages = list(map(with_key, keys, bodies))
-        return self._send_all(messages, keys, False, filter_values, publishing_ids, timeout)
+            load = self._load(bodies, True, filter_values, publishing_ids)
+        else:
+            _check_count("keys", keys, bodies)
+            messages = list(map(with_key, keys, bodies))
+            load = self._load(messages, False, filter_values, publishing_ids)
+        return self._send_all(load, keys, self._deadline(timeout))
 
     def send_encoded(
         self,
@@ -195,7 +204,55 @@ class Producer:
         timeout: float | None = None,
     ) -> range:
         """`send_many` for AMQP 1.0 messages; `keys` only choose partitions."""
-        return self._send_all(messages, keys, False, filter_values, publishing_ids, timeout)
+        load = self._load(messages, False, filter_values, publishing_ids)
+        return self._send_all(load, keys, self._deadline(timeout))
+
+    # Outcomes
+
+    def flush(self, timeout: float) -> Report:
+        """Write what is buffered, wait for every outcome, and report those since the last flush.
+
+        What has none when the time is up is reported as unknown, and still waited for: a later
+        report may have its outcome. Messages that other threads send meanwhile are not waited for.
+        """
+        with self._lock:
+            counts = self._wait_for_outcomes(self._clock() + timeout)
+            reason = NoAnswerInTime(f"sent, but no outcome within {timeout:g} s")
+            return self._shared.tally.report(
+                failure
+                for writer, count in counts.items()
+                for failure in writer.unsettled(count, reason)
+            )
+
+    def close(self, timeout: float = 10) -> Report:
+        """Flush within `timeout`, then end. What has no outcome by then is unknown for good.
+
+        The report holds all outcomes since the last flush; failures are logged as well.
+        """
+        deadline = self._clock() + timeout
+        with self._lock:
+            self._wait_for_outcomes(deadline)
+        for writer in self._writers:
+            writer.close(max(0.5, deadline - self._clock()))
+        with self._lock:
+            report = self._shared.tally.report()
+        if report.refused_count or report.unknown_count:
+            logger.warning("%r is closed: %s", self, report.summary())
+        return report
+
+    def _wait_for_outcomes(self, deadline: float) -> Mapping[PartitionWriter, int]:
+        """Locked: how many messages each partition had when this began."""
+        counts = {writer: writer.accepted for writer in self._writers}
+        for writer in self._writers:
+            writer.write_soon()
+        while not all(writer.has_settled(count) for writer, count in counts.items()):
+            left = deadline - self._clock()
+            if left <= 0:
+                break
+            self._shared.changed.wait(left)
+        return counts
+
+    # Preparing
 
     def _message(
         self,
@@ -218,71 +275,83 @@ class Producer:
         )
         return message, False
 
-    def _send_one(
+    def _load(
         self,
-        writers: Sequence[PartitionWriter],
-        message: bytes,
+        messages: Sequence[bytes],
         is_plain: bool,
-        filters: Sequence[bytes | None] | None,
+        filter_values: Sequence[str | None] | None,
         ids: Sequence[int] | None,
-        deadline: float,
-    ) -> int:
-        size = len(message) + (len(filters[0] or b"") if filters else 0)
+    ) -> Load:
+        if not set(map(type, messages)) <= {bytes}:
+            raise InvalidInput("messages", "must all be bytes", set(map(type, messages)))
+        _check_count("filter_values", filter_values, messages)
+        _check_count("publishing_ids", ids, messages)
+        filters = None if filter_values is None else self._filters(filter_values)
+        return Load(messages, range(len(messages)), is_plain, filters, ids)
+
+    def _filters(self, values: Sequence[str | None]) -> list[bytes | None]:
+        if not self.options.filtering:
+            raise InvalidInput("filter_value", "needs a producer with filtering=True", values[0])
+        return list(map(filter_bytes, values))
+
+    def _check_size(self, writer: PartitionWriter, load: Load) -> None:
+        largest = writer.largest_message - (entries.DATA_OVERHEAD if load.plain else 0)
+        if load.longest > largest:
+            rule = f"must fit into a frame, so have {largest} bytes at most; raise frame_max"
+            raise InvalidInput("body", rule, f"{load.longest} bytes")
+
+    def _deadline(self, timeout: float | None) -> float:
+        return self._clock() + (self.options.send_timeout if timeout is None else timeout)
+
+    # Handing over
+
+    def _send_one(self, writers: Sequence[PartitionWriter], load: Load, deadline: float) -> int:
         for writer in writers:
-            self._check_size(writer, size, is_plain)
+            self._check_size(writer, load)
         with self._lock:
             for writer in writers:
                 writer.wait_for_room(deadline)
-                if ids is not None:
-                    writer.pending.check_ids(ids)
+                if load.ids is not None:
+                    writer.pending.check_ids(load.ids)
             numbers = self._take_numbers(1)
-            full = [
-                writer
-                for writer in writers
-                if writer.add((message,), numbers, plain=is_plain, filters=filters, ids=ids)
-            ]
+            load = replace(load, numbers=numbers)
+            full = [writer for writer in writers if writer.add(load)]
         for writer in full:
             writer.write()
         return numbers[0]
 
-    def _send_all(
-        self,
-        messages: Sequence[bytes],
-        keys: Sequence[Key] | None,
-        is_plain: bool,
-        filter_values: Sequence[str | None] | None,
-        ids: Sequence[int] | None,
-        timeout: float | None,
-    ) -> range:
-        for what, values in (
-            ("keys", keys),
-            ("filter_values", filter_values),
-            ("publishing_ids", ids),
-        ):
-            if values is not None and len(values) != len(messages):
-                raise InvalidInput(what, f"must be as many as messages, {len(messages)}", len(values))
-        if not set(map(type, messages)) <= {bytes}:
-            raise InvalidInput("bodies", "must all be bytes", set(map(type, messages)))
-        filters = None if filter_values is None else self._filters(filter_values)
-        deadline = self._clock() + (self.options.send_timeout if timeout is None else timeout)
-        shares, unroutable = self._shares(len(messages), keys)
-        longest = max(map(len, messages), default=0)
-        longest += max((len(each or b"") for each in filters), default=0) if filters else 0
+    def _send_all(self, load: Load, keys: Sequence[Key] | None, deadline: float) -> range:
+        _check_count("keys", keys, load)
+        shares, unroutable = self._targets.spread(keys, len(load))
         for writer in shares:
-            self._check_size(writer, longest, is_plain)
+            self._check_size(writer, load)
         with self._lock:
-            numbers = self._take_numbers(len(messages))
-            self._shared.tally.refuse(
-                Failure(numbers[position], "", None, reason) for position, reason in unroutable
-            )
-        taken = len(unroutable)
-        for writer, chosen in shares.items():
-            part = _Share(messages, numbers, filters, ids, chosen)
-            count, error = writer.add_many(part, plain=is_plain, deadline=deadline)
+            numbers = self._take_numbers(len(load))
+        load = replace(load, numbers=numbers)
+        taken = 0
+        for writer, positions in shares.items():
+            share = load if len(positions) == len(load) else load.chosen(positions)
+            count, error = writer.add_many(share, deadline)
             taken += count
-            if error is not None and not taken:
-                raise error
             if error is not None:
-                with self._lock:
-                    self._shared.tally.refuse(part.failures(writer.stream, count, error))
+                if not taken:
+                    raise error
+                self._refuse(share.part(count, len(share)), writer.stream, error)
+        for position, reason in unroutable.items():
+            self._refuse(load.part(position, position + 1), "", reason)
         return numbers
+
+    def _refuse(self, load: Load, stream: str, reason: Exception) -> None:
+        with self._lock:
+            self._shared.tally.refuse(load.failures(stream, reason))
+
+    def _take_numbers(self, count: int) -> range:
+        """Locked."""
+        first = self._next_number
+        self._next_number = first + count
+        return range(first, first + count)
+
+
+def _check_count(what: str, values: Sized | None, messages: Sized) -> None:
+    if values is not None and len(values) != len(messages):
+        raise InvalidInput(what, f"must be as many as messages, {len(messages)}", len(values))

@@ -119,8 +119,8 @@ def _read_time(value: AmqpValue) -> Timestamp:
 
 
 def _read_sequence(value: AmqpValue) -> int:
-    if isinstance(value, bool | Timestamp) or not isinstance(value, int):
-        raise ProtocolError("the group sequence in the properties of a message is no number")
+    if not isinstance(value, int) or not 0 <= value < 2**32:
+        raise ProtocolError("the group sequence in the properties of a message is no uint")
     return value
 
 
@@ -148,6 +148,4 @@ _OTHER_READERS: Final[dict[str, Callable[[AmqpValue], AmqpValue]]] = {
     "creation_time": _read_time,
     "group_sequence": _read_sequence,
 }
-_READERS: Final = tuple(
-    _OTHER_READERS.get(field.name, _read_text) for field in fields(Properties)
-)
+_READERS: Final = tuple(_OTHER_READERS.get(field.name, _read_text) for field in fields(Properties))

@@ -14,21 +14,42 @@ from tests.machine import PROJECT
 pytestmark = pytest.mark.cluster
 
 
+def run(cluster: Cluster, name: str, stream_url: str | None = None) -> str:
+    node = cluster.nodes[0]
+    environment = {
+        **os.environ,
+        "WARREN_URL": node.endpoint.amqp_url,
+        "WARREN_MANAGEMENT_URL": node.management.url,
+        "WARREN_STREAM_URL": stream_url or node.endpoint.stream_url,
+    }
+    command = [sys.executable, f"examples/{name}.py", "200"]
+    done = subprocess.run(
+        command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize("client", ["pika", "aio"])
 def test_what_the_producer_publishes_the_consumer_gets(cluster: Cluster, client: str) -> None:
-    def run(name: str) -> str:
-        node = cluster.nodes[0]
-        environment = {
-            **os.environ,
-            "WARREN_URL": node.endpoint.amqp_url,
-            "WARREN_MANAGEMENT_URL": node.management.url,
-        }
-        command = [sys.executable, f"examples/{client}_{name}.py", "200"]
-        done = subprocess.run(
-            command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    assert "user-42 goes to Route(logical='images'" in run(cluster, f"{client}_producer")
+    assert "consumed 200 messages" in run(cluster, f"{client}_consumer")
 
-    assert "user-42 goes to Route(logical='images'" in run("producer")
-    assert "consumed 200 messages" in run("consumer")
+
+def test_what_is_published_to_a_super_stream_is_read_from_it(cluster: Cluster) -> None:
+    produced = run(cluster, "stream_producer")
+    assert "stored 200 messages; customer-7 is in invoices-" in produced
+    assert "read 200 messages, the last one: customer-" in run(cluster, "stream_consumer")
+
+
+def test_example_behind_a_balancer_reads_from_a_replica(cluster: Cluster) -> None:
+    balancer = cluster.balancer()
+    try:
+        shown = run(cluster, "stream_balancer", balancer.endpoint.stream_url)
+    finally:
+        balancer.stop()
+    assert "first: event 0" in shown
+    lines = dict(line.split(": ", 1) for line in shown.splitlines())
+    leader, _, replicas = lines["leader"].partition(" · replicas: ")
+    assert lines["read from"] in replicas.split()
+    assert lines["read from"] != leader

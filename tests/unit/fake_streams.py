@@ -98,6 +98,9 @@ class FakeClient:
         self.refuses: Exception | None = None
         self.hold_back = False
         self.waits_for_turn = False
+        self.visible: int | None = None
+        """How many chunks this node has; None for all."""
+        self.loses_after_subscribe = False
         stream.watchers.append(self)
 
     def supports(self, key: Key, version: int = 1) -> bool:  # noqa: ARG002
@@ -151,11 +154,13 @@ class FakeClient:
         self._start(request.subscription_id, request.offset, request.credit)
         self.waits_for_turn = "single-active-consumer" in request.properties
         self.deliver()
+        if self.loses_after_subscribe:
+            self.lose()
         return Answer(Code.OK)
 
     def _start(self, number: int, spec: OffsetSpec, credit: int) -> None:
-        index = self.stream.index_of(spec)
-        chunks = self.stream.chunks
+        chunks = self.stream.chunks[: self.visible]
+        index = min(self.stream.index_of(spec), max(0, len(chunks) - 1))
         following = chunks[index][0] if index < len(chunks) else self.stream.next_offset
         self.subscribed[number] = _Subscribed(following, credit)
 
@@ -172,7 +177,7 @@ class FakeClient:
         if self.hold_back or self.waits_for_turn or self.closed:
             return
         for number, subscribed in list(self.subscribed.items()):
-            for first, bodies in list(self.stream.chunks):
+            for first, bodies in self.stream.chunks[: self.visible]:
                 if subscribed.credit > 0 and first >= subscribed.following:
                     subscribed.following = first + len(bodies)
                     subscribed.credit -= 1

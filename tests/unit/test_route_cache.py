@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -13,65 +14,267 @@ from sharding.errors import InvalidInput, LocalError, Unreachable
 from sharding.route_cache import RouteCache
 from sharding.route_options import RouteOptions
 from sharding.routes import Finding, Missing, Partitions, StreamRoute
-from sharding.stream.errors import AuthenticationFailed, NoAnswerInTime, NoLeader, StreamNotFound
-from sharding.stream.locator import Locator
+from sharding.stream.errors import (
+    AuthenticationFailed,
+    NoAnswerInTime,
+    NoLeader,
+    StreamNotFound,
+    refusal,
+)
 from sharding.stream.protocol import Broker, Code
 from tests.cluster import wait_until
 
 A, B, C = Broker("a", 5552), Broker("b", 5552), Broker("c", 5552)
+S = StreamRoute("s", A, (B, C))
 
 
 class Source:
     """A cluster that answers at once, or when it is let."""
 
-    def __init__(self) -> None:
+    def __init__(self, *routes: StreamRoute) -> None:
         self.on_update: Callable[[str], None] | None = None
         self.on_disconnect: Callable[[], None] | None = None
-        self.routes: dict[str, StreamRoute] = {}
+        self.routes = {route.stream: route for route in routes}
         self.partitions: dict[str, tuple[str, ...]] = {}
         self.queries: list[list[str]] = []
         self.armed: list[str] = []
-        self.arm_answer: bool | Exception = True
+        self.arm_failure: Exception | None = None
         self.failure: Exception | None = None
         self.may_answer = threading.Event()
         self.may_answer.set()
 
-    def _answer(self, names: Sequence[str]) -> None:
-        self.queries.append(list(names))
-        assert self.may_answer.wait(5)
-        if self.failure is not None:
-            raise self.failure
+    def find_streams(self, names: Sequence[str], timeout: float) -> Mapping[str, Finding]:
+        self._think(names, timeout)
+        gone = {name: Missing(name, Code.NO_SUCH_STREAM) for name in names}
+        return gone | {name: self.routes[name] for name in names if name in self.routes}
 
-    def find_streams(self, names: Sequence[str], _timeout: float) -> Mapping[str, Finding]:
-        self._answer(names)
-        return {
-            name: self.routes.get(name) or Missing(name, Code.NO_SUCH_STREAM) for name in names
-        }
-
-    def find_partitions(self, super_stream: str, _timeout: float) -> Finding:
-        self._answer([super_stream])
+    def find_partitions(self, super_stream: str, timeout: float) -> Finding:
+        self._think([super_stream], timeout)
         return Partitions(super_stream, self.partitions[super_stream])
 
-    def arm(self, stream: str, _timeout: float) -> bool:
+    def arm(self, stream: str, timeout: float) -> bool:
+        assert timeout > 0
         self.armed.append(stream)
-        if isinstance(self.arm_answer, Exception):
-            raise self.arm_answer
-        return self.arm_answer
+        if self.arm_failure is not None:
+            raise self.arm_failure
+        return stream in self.routes
 
-    not_found = Locator.not_found
-    no_leader = Locator.no_leader
+    def not_found(self, missing: Missing) -> Exception:
+        return refusal("Lookup", missing.code, missing.name)
+
+    def no_leader(self, stream: str, waited: float) -> Exception:
+        return NoLeader(f"{stream}: {waited}")
 
     def push(self, stream: str) -> None:
         assert self.on_update is not None
         self.on_update(stream)
 
+    def _think(self, names: Sequence[str], timeout: float) -> None:
+        self.queries.append(list(names))
+        assert self.may_answer.wait(timeout)
+        if self.failure is not None:
+            raise self.failure
+
 
 @contextmanager
-def cache_of(
-    source: Source, options: RouteOptions | None = None, pressure: float = 0.0
-) -> Iterator[RouteCache]:
-    cache = RouteCache(source, options or RouteOptions(), pressure=lambda: pressure)  # type: ignore[arg-type]
+def cache_of(source: Source, pressure: float = 0.0, **options: float) -> Iterator[RouteCache]:
+    cache = RouteCache(source, RouteOptions(**options), pressure=lambda: pressure)
     try:
         yield cache
     finally:
         cache.close()
+
+
+def test_route_leader_and_partitions_are_found() -> None:
+    source = Source(S)
+    source.partitions["invoices"] = ("invoices-0", "invoices-1")
+    with cache_of(source) as cache:
+        assert cache.route("s", 5) == S
+        assert cache.leader("s", 5) == A
+        assert cache.partitions("invoices", 5) == ("invoices-0", "invoices-1")
+        with pytest.raises(StreamNotFound, match="nowhere"):
+            cache.leader("nowhere", 5)
+
+
+def test_hundred_threads_share_one_query() -> None:
+    source = Source(S)
+    source.may_answer.clear()
+    with cache_of(source, pushes=False, replica_rounds=0) as cache:
+        with ThreadPoolExecutor(100) as pool:
+            answers = [pool.submit(cache.leader, "s", 5) for _ in range(100)]
+            wait_until(lambda: cache.counters["misses"] + cache.counters["waits"] == 100, 5)
+            source.may_answer.set()
+            assert {answer.result() for answer in answers} == {A}
+        assert source.queries[0] == ["s"]
+        assert len(source.queries) <= 2, "the second look at a new leader"
+
+
+def test_hammering_a_missing_name_costs_one_query() -> None:
+    source = Source()
+    with cache_of(source) as cache:
+        for _ in range(1_000):
+            with pytest.raises(StreamNotFound):
+                cache.route("nowhere", 5)
+        assert source.queries == [["nowhere"]]
+        assert cache.counters["hits_missing"] == 999
+
+
+def test_suspected_route_is_asked_for_again_by_the_next_use() -> None:
+    source = Source(S)
+    with cache_of(source) as cache:
+        cache.route("s", 5)
+        source.routes["s"] = StreamRoute("s", B, (C,))
+        cache.suspect("s", "not the leader")
+        assert cache.leader("s", 5) == B
+
+
+def test_push_is_followed_by_a_question_without_anybody_asking() -> None:
+    source = Source(S)
+    with cache_of(source) as cache:
+        cache.route("s", 5)
+        wait_until(lambda: source.armed == ["s"], 5)
+        del source.routes["s"]
+        source.push("s")
+        wait_until(lambda: cache.counters["changes"] == 1, 5)
+        with pytest.raises(StreamNotFound):
+            cache.route("s", 0)
+
+
+def test_push_above_the_pressure_limit_is_ignored() -> None:
+    source = Source(S)
+    with cache_of(source, pressure=0.95) as cache:
+        cache.route("s", 5)
+        wait_until(lambda: len(source.queries) == 2, 5)  # the second look at a new leader
+        del source.routes["s"]
+        source.push("s")
+        assert cache.route("s", 0) == S
+        assert cache.counters["pushes_ignored"] == 1
+
+
+def test_poll_goes_on_without_anybody_asking() -> None:
+    source = Source(S)
+    with cache_of(source, poll_interval=0.05, pushes=False) as cache:
+        cache.route("s", 5)
+        del source.routes["s"]
+        wait_until(lambda: cache.counters["changes"] == 1, 5)
+
+
+def test_unused_name_is_forgotten_and_the_thread_rests() -> None:
+    source = Source(S)
+    with cache_of(source, poll_interval=0.05, forget_after=0.2) as cache:
+        cache.route("s", 5)
+        wait_until(lambda: cache.counters["forgotten"] == 1, 5)
+        queries = len(source.queries)
+        assert repr(cache) == "<RouteCache: 0 names>"
+        time.sleep(0.2)  # four polls, were it still remembered
+        assert len(source.queries) == queries
+
+
+def test_lost_locator_has_armed_streams_asked_for_and_armed_again() -> None:
+    source = Source(S)
+    with cache_of(source, rearm_interval=0.0) as cache:
+        cache.route("s", 5)
+        wait_until(lambda: source.armed == ["s"], 5)
+        assert source.on_disconnect is not None
+        source.on_disconnect()
+        wait_until(lambda: source.armed == ["s", "s"], 5)
+
+
+def test_arming_that_fails_or_is_refused_ends_nothing() -> None:
+    source = Source(S)
+    source.arm_failure = NoAnswerInTime("silence")
+    with cache_of(source) as cache:
+        cache.route("s", 5)
+        wait_until(lambda: cache.counters["arms_failed"] == 1, 5)
+        assert cache.route("s", 5) == S
+
+
+def test_leader_is_waited_for_while_an_election_is_under_way() -> None:
+    source = Source(StreamRoute("s", None, (B,)))
+    with cache_of(source, leader_rounds=0) as cache, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(cache.leader, "s", 5)
+        wait_until(lambda: len(source.queries) >= 2, 5)
+        source.routes["s"] = StreamRoute("s", B)
+        assert waiting.result() == B
+
+
+def test_election_that_does_not_end_in_time_is_told() -> None:
+    source = Source(StreamRoute("s", None, (B,)))
+    with cache_of(source) as cache:
+        began = time.monotonic()
+        with pytest.raises(NoLeader):
+            cache.leader("s", 0.2)
+        assert 0.2 <= time.monotonic() - began < 2
+        assert cache.route("s", 5).leader is None, "who reads needs no leader"
+
+
+def test_replicas_of_a_new_stream_are_waited_for() -> None:
+    source = Source(StreamRoute("s", A))
+    with cache_of(source) as cache, ThreadPoolExecutor(1) as pool:
+        assert cache.leader("s", 5) == A, "who writes needs no replicas"
+        waiting = pool.submit(cache.route, "s", 5)
+        source.routes["s"] = S
+        assert waiting.result() == S
+
+
+def test_stream_that_never_has_replicas_is_not_waited_for_long() -> None:
+    source = Source(StreamRoute("s", A))
+    with cache_of(source) as cache:
+        began = time.monotonic()
+        assert cache.route("s", 30) == StreamRoute("s", A)
+        assert time.monotonic() - began < 5
+
+
+def test_caller_keeps_its_deadline_although_nothing_answers() -> None:
+    source = Source(S)
+    source.may_answer.clear()
+    with cache_of(source, query_timeout=2) as cache:
+        began = time.monotonic()
+        with pytest.raises(Unreachable, match="nothing is known of the stream 's'"):
+            cache.route("s", 0.1)
+        assert time.monotonic() - began < 1
+        source.may_answer.set()
+
+
+def test_unreachable_cluster_is_tried_again_until_the_callers_time_is_up() -> None:
+    source = Source(S)
+    source.failure = Unreachable("all are down")
+    with cache_of(source, retry_delay=0.02) as cache, ThreadPoolExecutor(1) as pool:
+        with pytest.raises(Unreachable, match="all are down"):
+            cache.route("s", 0.1)
+        waiting = pool.submit(cache.route, "s", 5)
+        source.failure = None
+        assert waiting.result() == S
+
+
+def test_refused_login_is_told_at_once() -> None:
+    source = Source(S)
+    source.failure = AuthenticationFailed("SaslAuthenticate", Code.AUTHENTICATION_FAILURE)
+    with cache_of(source) as cache:
+        began = time.monotonic()
+        with pytest.raises(AuthenticationFailed):
+            cache.route("s", 30)
+        assert time.monotonic() - began < 5
+
+
+def test_name_no_broker_can_have_is_refused_before_it_spoils_a_batch() -> None:
+    source = Source()
+    with cache_of(source) as cache:
+        for name in ("", "ä" * 128, "\ud800"):
+            with pytest.raises(InvalidInput):
+                cache.route(name, 5)
+        assert source.queries == []
+
+
+def test_close_ends_the_thread_and_who_waits() -> None:
+    source = Source()
+    source.may_answer.clear()
+    with cache_of(source) as cache, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(cache.route, "s", 30)
+        wait_until(lambda: source.queries == [["s"]], 5)
+        threading.Timer(0.05, source.may_answer.set).start()
+        cache.close()
+        with pytest.raises(LocalError, match="closed"):
+            waiting.result(5)
+    assert not any(thread.name == "warren-routes" for thread in threading.enumerate())
+    assert source.on_update is None

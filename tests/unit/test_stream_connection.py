@@ -63,7 +63,7 @@ def test_events_are_the_same_byte_by_byte() -> None:
     assert events == [*EXPECTED, *last]
 
 
-@pytest.mark.parametrize("good", PUSHED[:-1] + [CLOSE], ids=lambda one: one[:8].hex())
+@pytest.mark.parametrize("good", [*PUSHED[:-1], CLOSE], ids=lambda one: one[:8].hex())
 def test_a_frame_cut_short_or_with_more_than_its_content_is_a_protocol_error(good: bytes) -> None:
     key, body = struct.unpack_from(">H", good, 4)[0], good[8:]
     if key == Key.DELIVER:

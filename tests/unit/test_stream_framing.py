@@ -79,7 +79,7 @@ def test_a_frame_too_small_for_its_key_is_refused(size: int) -> None:
     [
         (Key.METADATA, MIB + 1, "frame_max = 1048576"),
         (Key.DELIVER, 256 * MIB + 1, "Limits.chunk_max = 268435456"),
-        (Key.METADATA, 2**32 - 1, "Limits.chunk_max"),
+        (Key.METADATA, 2**32 - 1, "frame_max = 1048576"),
     ],
 )
 def test_a_frame_over_its_limit_is_refused_by_the_name_of_the_limit(

@@ -108,7 +108,7 @@ def test_a_mechanism_that_is_not_offered_is_refused_before_the_password_is_sent(
     offered: tuple[str, ...],
 ) -> None:
     connection = brought_to_sasl()
-    with pytest.raises(AuthenticationFailed, match="PLAIN, where .* is offered") as caught:
+    with pytest.raises(AuthenticationFailed, match=r"PLAIN, where .* is offered") as caught:
         connection.receive(answer(Key.SASL_HANDSHAKE, 2, strings(*offered)))
     assert PASSWORD not in str(caught.value)
 
@@ -120,10 +120,8 @@ def test_a_mechanism_that_is_not_offered_is_refused_before_the_password_is_sent(
 def test_a_refused_login_names_the_user_and_never_the_password(code: Code) -> None:
     connection = brought_to_sasl()
     connection.receive(handshake()[1])
-    with pytest.raises(Exception, match="'someone'") as caught:
+    with pytest.raises(AuthenticationFailed, match="'someone'") as caught:
         connection.receive(refuse(Key.SASL_AUTHENTICATE, 3, code))
-    if code != Code.SASL_CHALLENGE:
-        assert isinstance(caught.value, AuthenticationFailed)
     assert PASSWORD not in str(caught.value)
 
 
@@ -136,9 +134,13 @@ def test_a_refused_virtual_host_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "agreed"),
-    [((1000, 60), (500, 10), (500, 10)), ((500, 10), (1000, 60), (500, 10))]
-    + [((1000, 60), (0, 0), (1000, 60)), ((1000, 0), (500, 30), (500, 30))]
-    + [((1000, 0.2), (500, 30), (500, 1))],
+    [
+        ((1000, 60), (500, 10), (500, 10)),
+        ((500, 10), (1000, 60), (500, 10)),
+        ((1000, 60), (0, 0), (1000, 60)),
+        ((1000, 0), (500, 30), (500, 30)),
+        ((1000, 0.2), (500, 30), (500, 1)),
+    ],
 )
 def test_the_lower_of_both_sides_is_agreed_and_zero_has_no_say(
     ours: tuple[int, float], theirs: tuple[int, int], agreed: tuple[int, int]
@@ -175,20 +177,24 @@ def test_what_has_no_place_in_the_handshake_is_a_protocol_error(rubbish: bytes) 
         new_connection().receive(rubbish)
 
 
-@pytest.mark.parametrize("port", ["", "x", "５５５２", "-1", "123456"])
-def test_a_node_without_a_readable_port_is_no_node(port: str) -> None:
-    frames = handshake("3.10.8")
-    named = properties({"advertised_host": "rmq1", "advertised_port": port})
-    frames[3] = answer(Key.OPEN, 4, named)
+def answer_to_open(port: str) -> bytes:
+    return answer(Key.OPEN, 4, properties({"advertised_host": "rmq1", "advertised_port": port}))
+
+
+def test_a_node_that_does_not_say_its_port_is_not_known() -> None:
     connection = new_connection()
-    if not port:
-        connection.receive(b"".join(frames))
-        assert connection.opened is not None
-        assert connection.opened.node is None
-    else:
-        with pytest.raises(ProtocolError, match="port"):
-            connection.receive(b"".join(frames))
-            connection.buffer()
+    connection.receive(b"".join(handshake("3.10.8")[:3]))
+    connection.receive(answer_to_open(""))
+    assert connection.opened is not None
+    assert connection.opened.node is None
+
+
+@pytest.mark.parametrize("port", ["x", "５５５２", "-1", "123456"])
+def test_a_port_that_is_no_number_is_a_protocol_error(port: str) -> None:
+    connection = new_connection()
+    connection.receive(b"".join(handshake()[:3]))
+    with pytest.raises(ProtocolError, match="port"):
+        connection.receive(answer_to_open(port))
 
 
 def test_heartbeats_are_allowed_at_any_time() -> None:

@@ -1,0 +1,116 @@
+"""What planning and reading ask of the stream client; the one place that knows how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from sharding.stream.access import Access
+from sharding.stream.errors import StreamNotFound
+from sharding.stream.handlers import SubscriberHandler
+from sharding.stream.protocol import Broker
+from spark.columns import client_columns
+from spark.offsets import Extent
+from spark.partitions import StreamRange
+from spark.read_options import ReadOptions
+from spark.selection import listed_streams
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from sharding.stream.client import StreamClient
+    from sharding.stream.environment import StreamEnvironment
+
+_QUERIES_AT_ONCE = 8
+"""A query for the ends of a stream is a few milliseconds of waiting."""
+
+
+class ClusterView:
+    """The streams that a source selects, as the cluster has them now."""
+
+    def __init__(self, environment: StreamEnvironment, options: ReadOptions) -> None:
+        self._environment = environment
+        self._options = options
+
+    def streams(self, *, missing_ok: bool = False) -> dict[str, int]:
+        """The selected streams, in order, each with its number in its super stream."""
+        selection = self._options.selection
+
+        def listed() -> list[str]:
+            return listed_streams(self._options.connect, selection.management_url)
+
+        return selection.find(self._environment, listed, missing_ok=missing_ok)
+
+    def extents(self, streams: Iterable[str]) -> dict[str, Extent]:
+        """What each of the streams holds."""
+        wanted = list(streams)
+        if len(wanted) <= 1:
+            return {stream: self._extent(stream) for stream in wanted}
+        with ThreadPoolExecutor(min(_QUERIES_AT_ONCE, len(wanted))) as workers:
+            return dict(zip(wanted, workers.map(self._extent, wanted), strict=True))
+
+    def extent_if_any(self, stream: str) -> Extent | None:
+        """What a stream holds, or None if there is no such stream."""
+        try:
+            return self._extent(stream) if self._environment.exists(stream) else None
+        except StreamNotFound:
+            return None
+
+    def offset_at(self, stream: str, timestamp_ms: int) -> int | None:
+        return self._environment.offset_at(stream, timestamp_ms)
+
+    def store_offset(self, name: str, stream: str, offset: int) -> None:
+        self._environment.store_offset(name, stream, offset)
+
+    def read(self, found: StreamRange) -> Iterator[tuple[pa.RecordBatch, str]]:
+        """The rows of a range, each batch with the node it came from, if that is a column."""
+        from sharding.stream.reading import read_range
+
+        options = self._options
+        how: dict[str, Any] = {
+            "columns": client_columns(options.columns, options.raw),
+            "on_data_loss": "raise" if options.fail_on_data_loss else "skip",
+        }
+        if options.filter.values:
+            how["filter_values"] = options.filter.values
+            how["match_unfiltered"] = options.filter.match_unfiltered
+        if "node" not in options.columns:
+            for batch in self._environment.read_range(found.stream, found.first, found.end, **how):
+                yield batch, ""
+            return
+        access = self._environment._access
+        noted = _NotedConnections(access)
+        access = replace(access, pool=noted)
+        for batch in read_range(access, found.stream, found.first, found.end, **how):
+            yield batch, noted.node
+
+    def _extent(self, stream: str) -> Extent:
+        ends = self._environment.offsets(stream)
+        return Extent() if ends is None else Extent(ends.first, ends.last + 1)
+
+
+class _NotedConnections:
+    """Connections that remember which node a stream is read from."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self.node = ""
+
+    def subscriber(
+        self,
+        candidates: Sequence[Broker],
+        stream: str,
+        handler: SubscriberHandler,
+        deadline: float,
+    ) -> tuple[StreamClient, int]:
+        client, number = self._access.pool.subscriber(candidates, stream, handler, deadline)
+        # Between its subscriptions a reader asks the leader, and only the leader, for the ends.
+        route = self._access.routes.route(stream, max(0.0, deadline - self._access.clock()))
+        if not route.replicas or list(candidates) != [route.leader]:
+            self.node = str(client.node)
+        return client, number
+
+    def release(self, client: StreamClient) -> None:
+        self._access.pool.release(client)

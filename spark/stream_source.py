@@ -1,0 +1,176 @@
+"""Streams as a streaming source: the driver plans batches by offsets, the tasks read them.
+
+Spark keeps one reader on the driver for the life of a query, which plans, and pickles another for
+the tasks, which only read. So what planning remembers is never asked for in a task.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+
+from sharding.errors import WarrenError, is_retryable
+from sharding.stream.errors import NoAnswerInTime
+from spark.batch_source import places
+from spark.cluster_view import ClusterView
+from spark.connections import environment
+from spark.offsets import Batch, Extent, Offsets, check_gone, plan, up_to_target
+from spark.partitions import StreamRange, cut
+from spark.positions import Place
+from spark.read_options import ReadOptions
+from spark.reading import read
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+logger = logging.getLogger("warren.spark")
+
+_T = TypeVar("_T")
+_NO_LIMIT = 2**63 - 1
+_PATIENCE = 120.0
+"""How long a running query waits for a cluster that is away: nodes restart within that."""
+_TRY_AGAIN = 1.0
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Plans and reads micro-batches; its rules are those of `offsets`."""
+
+    def __init__(self, options: ReadOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._options = options
+        self._clock = clock
+        self._initial: dict[str, object] | None = None
+        self._target: Mapping[str, int] | None = None
+        self._last_batch_at: float | None = None
+        self._stored: dict[str, int] = {}
+        self._runs = False
+
+    # On the driver
+
+    def initialOffset(self) -> dict[str, object]:  # noqa: N802
+        # Asked for twice before the first batch: "latest" must not mean two places.
+        if self._initial is None:
+            starts = self._ask(self._starts)
+            self._initial = Offsets(starts, initial=True).to_json()
+        return self._initial
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        # It tells latestOffset() that the options count at all. Spark has no limit that says both
+        # "at least" and "at most", so what they are is looked up there.
+        most = self._options.max_offsets
+        if most is None and self._options.min_offsets is None:
+            return ReadAllAvailable()
+        return ReadMaxRows(most or _NO_LIMIT)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        self._target = {stream: extent.end for stream, extent in self._ask(_extents).items()}
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, object]:  # noqa: N802
+        begin = Offsets.from_json(start)
+        batch = self._ask(lambda view: self._plan(view, begin))
+        limited = not isinstance(limit, ReadAllAvailable)
+        if limited and not begin.initial and self._waits(batch.waiting):
+            return start
+        end = batch.up_to(self._options.max_offsets if limited else None)
+        if end is begin:
+            return start  # the very same text, or Spark would run an empty batch
+        self._last_batch_at = self._clock()
+        return end.to_json()
+
+    def reportLatestOffset(self) -> dict[str, object] | None:  # noqa: N802
+        """For the progress report; Spark shows it beside what is read, so the lag can be seen."""
+        extents = self._ask(_extents)
+        return Offsets({stream: found.end for stream, found in extents.items()}).to_json()
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[StreamRange]:
+        upto = Offsets.from_json(end)
+        begins = upto.starts_after(Offsets.from_json(start))
+        numbers = self._ask(lambda view: view.streams(missing_ok=True))
+        ranges = [
+            # -1: of a stream that left its super stream after the batch was planned
+            StreamRange(stream, numbers.get(stream, -1), begins[stream], after)
+            for stream, after in upto.next.items()
+        ]
+        return cut(
+            ranges,
+            min_partitions=self._options.min_partitions,
+            max_records=self._options.max_records_per_partition,
+        )
+
+    def commit(self, end: dict[str, Any]) -> None:
+        name = self._options.store_offsets
+        if name is None:
+            return
+        moved = {
+            stream: after - 1
+            for stream, after in Offsets.from_json(end).next.items()
+            if after > 0 and self._stored.get(stream) != after - 1
+        }
+        try:
+            with environment(self._options.connect) as streams:
+                view = ClusterView(streams, self._options)
+                for stream, offset in moved.items():
+                    view.store_offset(name, stream, offset)
+                    self._stored[stream] = offset
+        except WarrenError as error:
+            # It is for others to look at. The checkpoint is what counts, so the query goes on.
+            logger.warning("offsets are not stored in the broker for %r: %s", name, error)
+
+    # In tasks
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return read(self._options, partition)
+
+    # Planning
+
+    def _ask(self, question: Callable[[ClusterView], _T]) -> _T:
+        """The answer of the cluster. A query that runs bears with one that is away for a while."""
+        patience = _PATIENCE if self._runs else 0.0
+        deadline = self._clock() + patience
+        while True:
+            try:
+                with environment(self._options.connect) as streams:
+                    answer = question(ClusterView(streams, self._options))
+                self._runs = True
+                return answer
+            except WarrenError as error:
+                passes = is_retryable(error) or isinstance(error, NoAnswerInTime)
+                if not passes or self._clock() + _TRY_AGAIN > deadline:
+                    raise
+                logger.warning("the next batch can't be planned yet: %s", error)
+            time.sleep(_TRY_AGAIN)
+
+    def _starts(self, view: ClusterView) -> dict[str, int]:
+        extents = view.extents(view.streams())
+        return places(self._options.starting, Place.LATEST, extents, view)
+
+    def _plan(self, view: ClusterView, begin: Offsets) -> Batch:
+        extents = _extents(view)
+        if self._options.fail_on_data_loss:
+            gone = [stream for stream in begin.next if stream not in extents]
+            check_gone(begin, {stream: view.extent_if_any(stream) for stream in gone})
+        if self._target is not None:
+            extents = up_to_target(extents, self._target, begin)
+        return plan(begin, extents, fail_on_data_loss=self._options.fail_on_data_loss)
+
+    def _waits(self, waiting: int) -> bool:
+        """Whether there is too little for a batch, and none is overdue."""
+        least = self._options.min_offsets
+        if least is None or waiting >= least or self._target is not None:
+            return False
+        if self._last_batch_at is None:
+            return False
+        return self._clock() - self._last_batch_at < self._options.max_trigger_delay
+
+
+def _extents(view: ClusterView) -> dict[str, Extent]:
+    return view.extents(view.streams(missing_ok=True))

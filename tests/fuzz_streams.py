@@ -1,0 +1,177 @@
+"""Frames and chunks, mutated and cut: only the protocol error may come of them, at little memory.
+
+    python -m tests.fuzz_streams --seconds 600 --seed 7
+
+The suite runs a fixed number of them with a fixed seed. Here it goes on, and prints the seed and
+the bytes of what fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+
+from sharding.stream.arrow import BatchReader
+from sharding.stream.chunk import messages
+from sharding.stream.codecs import Compression
+from sharding.stream.columns import Columns
+from sharding.stream.connection import Connection
+from sharding.stream.errors import ProtocolError, StreamRefused
+from sharding.stream.message import Properties, decode_message, encode_data, encode_message
+from sharding.stream.protocol import MIB, Limits
+from tests.chunks import SubBatch, chunk
+from tests.stream_frames import CLOSE, PUSHED, asked, handshake, new_connection, open_connection
+
+GROWTH_MAX = 16 * MIB
+ROUND = 1_000
+
+_TELLING = (0x00, 0x01, 0x7F, 0x80, 0xFF)
+_RICH = encode_message(
+    b"body",
+    key="key",
+    properties=Properties(message_id=7, subject="subject"),
+    application_properties={"number": 1, "text": "x"},
+    annotations={"x-exchange": "e"},
+)
+_CHUNKS = [
+    bytes(chunk(entries, 5))
+    for entries in (
+        [encode_data(b"x" * 20)] * 8,
+        [encode_data(b"x" * size) for size in (0, 1, 255, 256)],
+        [_RICH] * 3,
+        *([SubBatch([encode_data(b"abc"), _RICH], codec)] for codec in Compression),
+    )
+]
+_LIMITS = Limits(uncompressed_max=MIB)
+_READERS = [
+    BatchReader("s", columns, _LIMITS, check_crc)
+    for columns in (Columns(), Columns(raw=True), Columns(True, True, True))
+    for check_crc in (True, False)
+]
+
+
+class Failed(AssertionError):
+    """Something other than the protocol error was raised."""
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """The bytes with a few changes: flipped, cut, repeated, put in, or with another length."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(changed) + 1)
+        match rng.randrange(6):
+            case 0 if changed:
+                changed[at % len(changed)] = rng.choice(_TELLING)
+            case 1 if changed:
+                changed[at % len(changed)] ^= 1 << rng.randrange(8)
+            case 2:
+                del changed[at:]
+            case 3:
+                changed[at:at] = rng.randbytes(rng.randint(1, 12))
+            case 4:
+                del changed[at : at + rng.randint(1, 8)]
+            case _:  # a number of 2 or 4 bytes, as lengths and counts are
+                width = rng.choice((2, 4))
+                changed[at : at + width] = rng.choice(
+                    (bytes(width), b"\xff" * width, b"\x7f" + b"\xff" * (width - 1))
+                )
+    return bytes(changed)
+
+
+def fuzz_open_connection(rng: random.Random) -> int:
+    """Good frames with one mutated among them, on an open connection."""
+    connection = open_connection()
+    return _feed(connection, [*PUSHED, CLOSE, *asked(connection)], rng)
+
+
+def fuzz_handshake(rng: random.Random) -> int:
+    """A handshake with one of its steps mutated."""
+    steps = handshake(rng.choice(("4.0.5", "3.10.8")))
+    at = rng.randrange(len(steps))
+    connection = new_connection()
+    for step in steps[:at]:
+        connection.receive(step)
+    return _feed(connection, [steps[at]], rng)
+
+
+def fuzz_chunk(rng: random.Random) -> int:
+    """A mutated chunk, read as messages and as a batch."""
+    damaged = memoryview(mutated(rng.choice(_CHUNKS), rng))
+
+    def one_by_one() -> None:
+        for _, raw in messages(damaged, _LIMITS):
+            decode_message(raw)
+
+    _only_protocol_errors(one_by_one, damaged)
+    reader = rng.choice(_READERS)
+    _only_protocol_errors(lambda: reader.batch([damaged]), damaged)
+    return 1
+
+
+FUZZERS: Sequence[Callable[[random.Random], int]] = (
+    fuzz_open_connection,
+    fuzz_open_connection,
+    fuzz_handshake,
+    fuzz_chunk,
+)
+
+
+def _feed(connection: Connection, good: Sequence[bytes], rng: random.Random) -> int:
+    count = rng.randint(1, 8)
+    frames = [mutated(rng.choice(good), rng) for _ in range(count)]
+
+    def receive() -> None:
+        for one in frames:
+            cut = rng.randrange(len(one) + 1)
+            connection.receive(one[:cut])
+            connection.receive(one[cut:])
+
+    _only_protocol_errors(receive, b"|".join(frames))
+    return count
+
+
+def _only_protocol_errors(action: Callable[[], object], data: bytes | memoryview) -> None:
+    try:
+        action()
+    except (ProtocolError, StreamRefused):
+        pass  # a mutated code is a refusal like any other, in the handshake
+    except Exception as error:
+        raise Failed(f"{error!r} came of {bytes(data).hex()}") from error
+
+
+def fuzz(seed: int, enough: Callable[[int], bool]) -> tuple[int, int]:
+    """How many were tried, and by how many bytes memory grew at most."""
+    rng = random.Random(seed)
+    tried = 0
+    for fuzzer in FUZZERS:  # what is made once is not growth
+        fuzzer(random.Random(seed))
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        while not enough(tried):
+            for _ in range(ROUND):
+                tried += rng.choice(FUZZERS)(rng)
+        growth = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    return tried, growth
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    until = time.monotonic() + arguments.seconds
+    tried, growth = fuzz(arguments.seed, lambda _: time.monotonic() >= until)
+    print(f"{tried:,} frames and chunks: only protocol errors, {growth / MIB:.1f} MiB at most")
+    if growth >= GROWTH_MAX:
+        raise SystemExit(f"memory grew by more than {GROWTH_MAX // MIB} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,357 @@
+"""Connections are shared by node and role, found behind balancers, and closed when idle."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from sharding.errors import LocalError, ShardUnavailable, Unreachable
+from sharding.stream.balancer import Tries
+from sharding.stream.client import StreamClient
+from sharding.stream.errors import AuthenticationFailed, NodeNotReached
+from sharding.stream.pool import Pool
+from sharding.stream.protocol import Broker, Code
+from tests.cluster import wait_until
+from tests.unit.stream_fakes import FakeClient, Handler, as_client, fake_of
+
+A, B, C = NODES = Broker("a", 5552), Broker("b", 5552), Broker("c", 5552)
+BALANCER = Broker("balancer", 5552)
+
+
+class Network:
+    """Connects; `reach` says which node is behind an address."""
+
+    def __init__(self, reach: Callable[[Broker], Broker] = lambda address: address) -> None:
+        self.reach = reach
+        self.dialled: list[Broker] = []
+        self.clients: list[FakeClient] = []
+        self.down: set[Broker] = set()
+        self.failure: Exception | None = None
+        self.may_connect = threading.Event()
+        self.may_connect.set()
+        self._lock = threading.Lock()
+
+    def dial(self, address: Broker) -> StreamClient:
+        with self._lock:
+            self.dialled.append(address)
+            node = self.reach(address)
+        assert self.may_connect.wait(5)
+        if self.failure is not None:
+            raise self.failure
+        if node in self.down:
+            raise Unreachable(f"{address}: connection refused")
+        client = FakeClient(address, node)
+        with self._lock:
+            self.clients.append(client)
+        return as_client(client)
+
+    @property
+    def open(self) -> list[FakeClient]:
+        return [client for client in self.clients if not client.closed]
+
+
+def in_turn(*nodes: Broker) -> Callable[[Broker], Broker]:
+    turns = itertools.cycle(nodes)
+    return lambda _: next(turns)
+
+
+def at_random(nodes: Sequence[Broker], seed: int) -> Callable[[Broker], Broker]:
+    rng = random.Random(seed)
+    return lambda _: rng.choice(nodes)
+
+
+@contextmanager
+def pool_of(network: Network, **options: Any) -> Iterator[Pool]:
+    pool = Pool(network.dial, **options)
+    try:
+        yield pool
+    finally:
+        pool.close()
+    assert network.open == [], "close leaves no connection"
+
+
+def soon(seconds: float = 5) -> float:
+    return time.monotonic() + seconds
+
+
+def publish(pool: Pool, node: Broker) -> StreamClient:
+    return pool.publisher(node, "s", Handler(), soon())[0]
+
+
+def subscribe(pool: Pool, *nodes: Broker) -> StreamClient:
+    return pool.subscriber(nodes, "s", Handler(), soon())[0]
+
+
+# One node, one connection
+
+
+def test_publishers_of_one_node_share_a_connection() -> None:
+    with pool_of(Network()) as pool:
+        assert len({publish(pool, A) for _ in range(50)}) == 1
+        assert pool.counters["dials"] == 1
+        assert pool.counters["reused"] == 49
+
+
+def test_publishers_and_subscriptions_never_share_a_connection() -> None:
+    with pool_of(Network()) as pool:
+        assert publish(pool, A) is not subscribe(pool, A)
+        assert publish(pool, A) is not subscribe(pool, A)
+        assert pool.counters["dials"] == 2
+
+
+def test_full_connection_is_followed_by_another() -> None:
+    with pool_of(Network()) as pool:
+        clients = [publish(pool, A) for _ in range(256)]
+        assert len(set(clients)) == 2
+        clients[0].detach_publisher(7)
+        assert publish(pool, A) is clients[0], "the fuller one, so that the other may get empty"
+
+
+def test_threads_that_want_the_same_node_share_one_dial() -> None:
+    network = Network()
+    network.may_connect.clear()
+    with pool_of(network) as pool, ThreadPoolExecutor(50) as threads:
+        clients = [threads.submit(publish, pool, A) for _ in range(50)]
+        wait_until(lambda: pool.counters["shared"] == 49, 5)
+        network.may_connect.set()
+        assert len({client.result() for client in clients}) == 1
+        assert network.dialled == [A]
+
+
+def test_six_hundred_threads_get_the_fewest_connections_that_hold_them() -> None:
+    with pool_of(Network()) as pool, ThreadPoolExecutor(60) as threads:
+        clients = [threads.submit(publish, pool, A) for _ in range(600)]
+        used = {id(client.result()) for client in clients}
+    assert len(used) == 3
+
+
+def test_lost_connection_is_replaced() -> None:
+    with pool_of(Network()) as pool:
+        lost = publish(pool, A)
+        fake_of(lost).lose()
+        assert publish(pool, A) is not lost
+
+
+def test_subscription_goes_to_the_next_candidate_if_a_node_is_down() -> None:
+    network = Network()
+    network.down = {A, B}
+    with pool_of(network) as pool:
+        assert subscribe(pool, A, B, C).node == C
+        assert network.dialled == [A, B, C]
+        network.down = {A, B, C}
+        with pytest.raises(Unreachable) as error:
+            subscribe(pool, A, B)
+        assert str(A) in str(error.value)
+        assert str(B) in str(error.value)
+
+
+def test_first_candidate_is_dialled_although_another_is_connected() -> None:
+    with pool_of(Network()) as pool:
+        assert subscribe(pool, A).node == A
+        assert subscribe(pool, B, A).node == B
+
+
+def test_nobody_to_read_from_is_told() -> None:
+    with pool_of(Network()) as pool, pytest.raises(ShardUnavailable, match="require_replica"):
+        subscribe(pool)
+
+
+def test_refused_login_is_told_at_once_and_not_tried_elsewhere() -> None:
+    network = Network()
+    network.failure = AuthenticationFailed("SaslAuthenticate", Code.AUTHENTICATION_FAILURE)
+    with pool_of(network) as pool, pytest.raises(AuthenticationFailed):
+        subscribe(pool, A, B, C)
+    assert network.dialled == [A]
+
+
+def test_caller_keeps_its_deadline_and_the_late_connection_serves_the_next() -> None:
+    network = Network()
+    network.may_connect.clear()
+    with pool_of(network) as pool:
+        began = time.monotonic()
+        with pytest.raises(Unreachable, match="not connected in time"):
+            pool.publisher(A, "s", Handler(), soon(0.1))
+        assert time.monotonic() - began < 1
+        network.may_connect.set()
+        publish(pool, A)
+        assert network.dialled == [A]
+
+
+# Idle
+
+
+def test_idle_connection_is_closed_by_time_alone() -> None:
+    network = Network()
+    with pool_of(network, idle_timeout=0.1) as pool:
+        client, number = pool.publisher(A, "s", Handler(), soon())
+        time.sleep(0.3)  # three idle times
+        assert not client.closed, "it is in use"
+        client.detach_publisher(number)
+        pool.release(client)
+        wait_until(lambda: client.closed, 5)
+        assert pool.counters["idle_closed"] == 1
+        assert publish(pool, A) is not client
+
+
+def test_connection_whose_ids_the_broker_freed_is_closed_too() -> None:
+    with pool_of(Network(), idle_timeout=0.1) as pool:
+        client, number = pool.publisher(A, "s", Handler(), soon())
+        client.detach_publisher(number)  # and nobody tells the pool
+        wait_until(lambda: client.closed, 5)
+
+
+def test_connection_used_again_is_not_idle_from_its_first_rest_on() -> None:
+    with pool_of(Network(), idle_timeout=0.4) as pool:
+        client, number = pool.publisher(A, "s", Handler(), soon())
+        for _ in range(4):
+            client.detach_publisher(number)
+            pool.release(client)
+            time.sleep(0.15)
+            again, number = pool.publisher(A, "s", Handler(), soon())
+            assert again is client
+
+
+def test_close_ends_who_waits_and_closes_what_still_connects() -> None:
+    network = Network()
+    network.may_connect.clear()
+    with pool_of(network) as pool, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(publish, pool, A)
+        wait_until(lambda: bool(network.dialled), 5)
+        threading.Timer(0.05, network.may_connect.set).start()
+        pool.close()
+        with pytest.raises(LocalError, match="closed"):
+            waiting.result(5)
+    assert not any(thread.name == "warren-idle" for thread in threading.enumerate())
+
+
+# Behind a balancer
+
+
+def test_twelve_leaders_in_any_order_take_one_connect_a_node() -> None:
+    for seed in range(20):
+        leaders = [random.Random(seed + number).choice(NODES) for number in range(12)]
+        network = Network(in_turn(*NODES))
+        with pool_of(network, balancer=BALANCER) as pool:
+            for leader in leaders:
+                assert publish(pool, leader).node == leader
+            assert len(network.dialled) <= 2 * len(NODES)
+            assert set(network.dialled) == {BALANCER}
+
+
+def test_twelve_leaders_wanted_at_once_take_two_connects_a_node_at_most() -> None:
+    network = Network(in_turn(*NODES))
+    leaders = [NODES[number % 3] for number in range(12)]
+    with pool_of(network, balancer=BALANCER) as pool, ThreadPoolExecutor(12) as threads:
+        clients = list(threads.map(lambda leader: publish(pool, leader), leaders))
+        assert [client.node for client in clients] == leaders
+        assert len(network.dialled) <= 2 * len(NODES)
+
+
+def test_connection_to_a_node_that_is_wanted_later_is_kept() -> None:
+    network = Network(in_turn(A, B, C))
+    with pool_of(network, balancer=BALANCER) as pool:
+        publish(pool, C)
+        assert pool.counters["kept"] == 2
+        publish(pool, A)
+        subscribe(pool, B)
+        assert len(network.dialled) == 3
+
+
+def test_second_spare_of_a_node_is_closed_and_a_spare_nobody_wants_too_after_a_while() -> None:
+    network = Network(in_turn(A, A, A, B))
+    with pool_of(network, balancer=BALANCER, idle_timeout=0.2) as pool:
+        publish(pool, B)
+        assert [client.node for client in network.open] == [A, B]
+        assert pool.counters["unwanted"] == 2
+        wait_until(lambda: [client.node for client in network.open] == [B], 5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_node_is_found_behind_a_balancer_that_deals_at_random(seed: int) -> None:
+    network = Network(at_random(NODES, seed))
+    with pool_of(network, balancer=BALANCER) as pool:
+        for node in NODES:
+            assert publish(pool, node).node == node
+
+
+def test_balancer_that_reaches_one_node_gives_an_error_that_names_all() -> None:
+    network = Network(in_turn(A))
+    with pool_of(network, balancer=BALANCER, tries_per_node=6) as pool:
+        began = time.monotonic()
+        with pytest.raises(NodeNotReached) as error:
+            pool.publisher(B, "s", Handler(), soon(30))
+        assert time.monotonic() - began < 5
+        assert error.value.wanted == (B,)
+        assert error.value.seen == {A: 6}
+        assert f"wanted {B} through the balancer {BALANCER}, reached {A} 6×" in str(error.value)
+        assert len(network.open) == 1
+
+
+def test_deadline_ends_a_search_with_what_was_seen_so_far() -> None:
+    network = Network(in_turn(A))
+    with pool_of(network, balancer=BALANCER, tries_per_node=100) as pool:
+        began = time.monotonic()
+        with pytest.raises(NodeNotReached) as error:
+            pool.publisher(B, "s", Handler(), soon(0.3))
+        assert time.monotonic() - began < 2
+        assert set(error.value.seen) == {A}
+
+
+def test_subscription_gets_its_first_choice_from_a_balancer_that_deals_in_turn() -> None:
+    network = Network(in_turn(*NODES))
+    with pool_of(network, balancer=BALANCER) as pool:
+        assert subscribe(pool, C, B, A).node == C
+        assert subscribe(pool, B, C, A).node == B
+
+
+def test_subscription_takes_another_replica_before_long_if_its_first_choice_is_down() -> None:
+    network = Network(in_turn(A, B))
+    with pool_of(network, balancer=BALANCER) as pool:
+        assert subscribe(pool, C, B, A).node == B
+        assert len(network.dialled) <= 6
+
+
+def test_subscription_takes_the_leader_only_when_no_replica_is_reached() -> None:
+    network = Network(in_turn(A))
+    with pool_of(network, balancer=BALANCER) as pool:
+        assert subscribe(pool, C, B, A).node == A
+
+
+def test_balancer_that_is_down_for_a_moment_is_tried_again() -> None:
+    network = Network(in_turn(A, B))
+    network.down = {A}
+    with pool_of(network, balancer=BALANCER) as pool:
+        assert publish(pool, B).node == B
+        assert pool.counters["failed_dials"] == 1
+
+
+def test_balancer_that_is_down_is_told_with_the_reason() -> None:
+    network = Network(in_turn(A))
+    network.down = {A}
+    with pool_of(network, balancer=BALANCER, tries_per_node=2) as pool:
+        with pytest.raises(NodeNotReached, match="reached no node") as error:
+            publish(pool, A)
+        assert "connection refused" in str(error.value.__cause__)
+
+
+def test_tries_go_at_once_for_each_node_and_then_with_growing_pauses() -> None:
+    tries, rng = Tries(10), random.Random(1)
+    for node in NODES:
+        tries.seen[node] += 1
+        assert tries.pause(rng) == 0
+    pauses = []
+    while not tries.are_used_up:
+        tries.seen[A] += 1
+        pauses.append(tries.pause(rng))
+    assert tries.count == 30
+    assert pauses[0] < 0.06
+    assert max(pauses) <= 0.5
+    assert sum(pauses) < 15

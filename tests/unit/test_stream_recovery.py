@@ -1,0 +1,132 @@
+"""The threads that do things later."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from sharding.stream.recovery import SHORT_WORKERS, Recovery
+
+
+@pytest.fixture
+def recovery() -> Iterator[Recovery]:
+    made = Recovery(workers=2)
+    yield made
+    made.close()
+
+
+def test_jobs_run_when_they_are_due_and_in_that_order(recovery: Recovery) -> None:
+    ran: list[str] = []
+    done = threading.Event()
+    begun = time.monotonic()
+    recovery.schedule(0.06, lambda: (ran.append("late"), done.set())[0])
+    recovery.soon(0.02, lambda: ran.append("early"))
+    assert done.wait(5)
+    assert ran == ["early", "late"]
+    assert time.monotonic() - begun >= 0.06
+
+
+def test_a_cancelled_job_does_not_run_and_is_freed(recovery: Recovery) -> None:
+    class Held:
+        def job(self) -> None:
+            raise AssertionError
+
+    held = Held()
+    watched = weakref.ref(held)
+    timer = recovery.schedule(60, held.job)
+    timer.cancel()
+    del held
+    gc.collect()
+    assert watched() is None
+
+
+def test_jobs_that_wait_do_not_hold_up_short_ones(recovery: Recovery) -> None:
+    release = threading.Event()
+    done = threading.Event()
+    for _ in range(10):
+        recovery.schedule(0, lambda: (release.wait(5), None)[1])
+    recovery.soon(0.01, done.set)
+    assert done.wait(5)
+    release.set()
+
+
+def test_a_job_that_fails_harms_no_other(
+    recovery: Recovery, caplog: pytest.LogCaptureFixture
+) -> None:
+    done = threading.Event()
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    for _ in range(SHORT_WORKERS + 1):
+        recovery.soon(0, fail)
+    recovery.soon(0.01, done.set)
+    assert done.wait(5)
+    assert "a background job failed" in caplog.text
+
+
+def test_threads_are_bounded_and_start_when_needed() -> None:
+    before = threading.active_count()
+    recovery = Recovery(workers=3)
+    assert threading.active_count() == before
+    release = threading.Event()
+    started = threading.Semaphore(0)
+
+    def job() -> None:
+        started.release()
+        release.wait(5)
+
+    for _ in range(50):
+        recovery.schedule(0, job)
+    for _ in range(3):
+        assert started.acquire(timeout=5)
+    assert threading.active_count() == before + 3
+    release.set()
+    recovery.close()
+    assert threading.active_count() == before
+
+
+def test_after_close_nothing_is_started(recovery: Recovery) -> None:
+    ran: list[int] = []
+    recovery.schedule(0.05, lambda: ran.append(1))
+    recovery.close()
+    assert recovery.schedule(0, lambda: ran.append(2)).cancelled
+    assert recovery.soon(60, lambda: ran.append(3)).cancelled
+    assert (ran, recovery.waiting) == ([], 0)
+
+
+def test_an_idle_thread_holds_nothing_of_its_last_job(recovery: Recovery) -> None:
+    class Held:
+        def __init__(self) -> None:
+            self.done = threading.Event()
+
+        def job(self) -> None:
+            self.done.set()
+
+    held = Held()
+    watched = weakref.ref(held)
+    recovery.schedule(0, held.job)
+    assert held.done.wait(5)
+    del held
+    deadline = time.monotonic() + 5
+    while watched() is not None and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+        gc.collect()
+    assert watched() is None
+
+
+def test_a_recovery_left_open_does_not_keep_the_process_alive() -> None:
+    script = (
+        "import threading\n"
+        "from sharding.stream.recovery import Recovery\n"
+        "r = Recovery(); e = threading.Event()\n"
+        "r.schedule(0, e.set); r.schedule(3600, e.set); e.wait(5)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)
