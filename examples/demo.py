@@ -1,4 +1,4 @@
-"""The demo: a real cluster, and a few thousand keys routed over its nodes.
+"""The demo: a real cluster, a few thousand keys routed over its nodes, and a Spark pipeline on it.
 
 Run by `make demo`. Uses the cluster that `make up` left running, or starts one and takes it down.
 """
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from examples import spark_pipeline
 from sharding import Address, Node, Policy, Shard, ShardMap, ShardName, difference
 from tests.cluster import Cluster, folders
 from tests.cluster.display import cluster_table
@@ -32,6 +33,7 @@ def main() -> None:
         )
         console.print(routes_table(images, routed))
         console.print(what_a_lost_node_changes(images))
+        spark_pipeline.run(pipeline_settings(cluster), console)
 
 
 @contextmanager
@@ -85,6 +87,15 @@ def what_a_lost_node_changes(images: ShardMap) -> str:
         policy=images.policy,
     )
     return "\n".join([f"If {gone} left for good:", *difference(images, smaller)])
+
+
+def pipeline_settings(cluster: Cluster) -> spark_pipeline.Settings:
+    node = cluster.nodes[0].endpoint
+    return spark_pipeline.Settings(
+        uri=f"rabbitmq-stream://{node.address}:{node.ports['stream']}",
+        super_stream="orders",
+        amqp_url=node.amqp_url,
+    )
 
 
 if __name__ == "__main__":

@@ -140,15 +140,16 @@ class RouteCache:
     ) -> Finding:
         """What is known of the name once it is enough, or at the end of the time."""
         _check_name(target.name)
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
+        deadline = began + timeout
         with self._news:
             failures = self._failures
-            self._state.use(target, time.monotonic())
+            self._state.use(target, began)
             while True:
                 if self._closed:
                     raise LocalError("the route cache is closed")
                 now = time.monotonic()
-                finding = self._state.known(target, now)
+                finding = self._state.known(target, now, began)
                 if isinstance(finding, Missing):
                     raise self._source.not_found(finding)
                 if finding is not None and (is_enough(finding) or now >= deadline):

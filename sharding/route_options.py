@@ -23,9 +23,9 @@ class RouteOptions:
     """How long the first news of a change waits for more, so that one query asks for all."""
     round_gap: float = 0.1
     """The time between two rounds of questions about changes; it doubles while changes go on …"""
-    round_gap_max: float = 1.0
+    round_gap_max: float = 2.0
     """… up to this, and starts anew after a calm of twice as long."""
-    leader_rounds: int = 5
+    leader_rounds: int = 7
     """In how many rounds a stream without a leader is asked for again before the next poll."""
     replica_rounds: int = 2
     """The same for one without replicas; a new one has them some 50 ms later, if it ever has."""

@@ -1,4 +1,4 @@
-"""How fast the route cache may ask and arm: rounds with growing gaps, pauses, a rate.
+"""How fast the route cache may ask and arm, and how much at once.
 
 Pure: every time is passed in.
 """
@@ -6,9 +6,14 @@ Pure: every time is passed in.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from math import inf
 
 from sharding.route_options import RouteOptions
+from sharding.routes import Kind, Target
+
+BATCH_BYTES = 48 * 1024
+"""The most bytes of names in one query: far below any frame size that brokers agree on."""
 
 
 class Rounds:
@@ -85,3 +90,16 @@ class ArmQueue:
 
     def next_at(self) -> float:
         return max(self._waiting[0][0], self._free_at) if self._waiting else inf
+
+
+def batch(due: Sequence[Target], options: RouteOptions) -> tuple[Target, ...]:
+    """What of all that is due goes into one query: streams together, super streams one by one."""
+    streams = [target for target in due if target.kind is Kind.STREAM][: options.batch_names]
+    if not streams:
+        return tuple(due[:1])
+    size = 0
+    for count, target in enumerate(streams):
+        size += len(target.name.encode()) + 2
+        if size > BATCH_BYTES and count:
+            return tuple(streams[:count])
+    return tuple(streams)

@@ -9,7 +9,7 @@ asked for
 * in a *round*, after news: a push from the broker, a suspicion (a node answered "not leader", a
   connection was lost), a lost locator, an answer that names no leader or no replicas yet. A round
   waits `coalesce` for more news; the gap between rounds doubles while news go on. So a node that
-  led a thousand streams costs a few queries, and a suspicion repeated for ever one a second.
+  led a thousand streams costs a few queries, and a suspicion repeated for ever one each two seconds.
 
 One query is under way at a time, and whoever wants one of its names waits for its answer. News that
 come meanwhile may be younger than the answer, so they ask again. After a failure nothing is asked
@@ -32,11 +32,8 @@ from dataclasses import dataclass
 from math import inf
 
 from sharding.route_options import RouteOptions
-from sharding.route_pacing import ArmQueue, Pause, Rounds
+from sharding.route_pacing import ArmQueue, Pause, Rounds, batch
 from sharding.routes import Finding, Kind, Missing, Partitions, StreamRoute, Target
-
-BATCH_BYTES = 48 * 1024
-"""The most bytes of names in one query: far below any frame size that brokers agree on."""
 
 
 @dataclass(slots=True)
@@ -45,6 +42,8 @@ class _Entry:
     rounds: int = 0
     """How often it was asked for again because the answer lacks a leader or replicas."""
     finding: Finding | None = None
+    asked_at: float = -inf
+    """When the query that found it went out."""
     doubted: bool = False
     settling: bool = False
     armed: bool = False
@@ -63,6 +62,7 @@ class RouteState:
         self._super_streams: set[Target] = set()
         self._due: dict[Target, float] = {}
         self._in_flight: frozenset[Target] = frozenset()
+        self._asked_at = -inf
         self._poll_at = inf
         self._rounds = Rounds(options)
         self._pause = Pause(options)
@@ -86,12 +86,16 @@ class RouteState:
         else:
             self.counters["hits"] += 1
 
-    def known(self, target: Target, now: float) -> Finding | None:
-        """What may be handed out now; None if an answer has to come first."""
+    def known(self, target: Target, now: float, since: float = inf) -> Finding | None:
+        """What may be handed out now; None if an answer has to come first.
+
+        Who has waited `since` then takes any answer that was asked for later, also one that is
+        doubted again: else the suspicions of some would keep others waiting for ever.
+        """
         entry = self._entries.get(target) or self._remember(target, now)
         entry.used_at = now
         self._entries.move_to_end(target)
-        return None if entry.doubted else entry.finding
+        return None if entry.doubted and entry.asked_at < since else entry.finding
 
     def settling(self, target: Target) -> bool:
         """Whether the answer lacks a leader or replicas, and is soon asked for again."""
@@ -141,12 +145,13 @@ class RouteState:
             self._poll(now)
         if self._in_flight or now < self._pause.until:
             return ()
-        query = self._batch([target for target, at in self._due.items() if at <= now])
+        query = batch([target for target, at in self._due.items() if at <= now], self._options)
         if not query:
             return ()
         for target in query:
             del self._due[target]
         self._in_flight = frozenset(query)
+        self._asked_at = now
         self.counters["rounds"] += self._rounds.begin(now)
         kind = "queries" if query[0].kind is Kind.STREAM else "partition_queries"
         self.counters[kind] += 1
@@ -274,30 +279,23 @@ class RouteState:
         entry.rounds = 0
         self._ask_in_round(target, now)
 
-    def _batch(self, due: list[Target]) -> tuple[Target, ...]:
-        streams = [target for target in due if target.kind is Kind.STREAM]
-        if not streams:
-            return tuple(due[:1])
-        size = 0
-        for count, target in enumerate(streams[: self._options.batch_names]):
-            size += len(target.name.encode()) + 2
-            if size > BATCH_BYTES and count:
-                return tuple(streams[:count])
-        return tuple(streams[: self._options.batch_names])
-
     def _learn(self, target: Target, entry: _Entry, finding: Finding, now: float) -> None:
         before, entry.finding = entry.finding, finding
+        entry.asked_at = self._asked_at
         if before is not None and before != finding:
             self.counters["changes"] += 1
+        was_doubted = entry.doubted
         if target not in self._due:
             entry.doubted = False
         if isinstance(finding, Missing) and not isinstance(before, Missing):
             self._recheck_super_streams_of(target.name, now)
-        if _leader(before) != _leader(finding):
+        moved = _leader(before) != _leader(finding)
+        if moved:
             entry.armed = False
-            if _leader(finding) is not None:
-                # The replicas of a new leader are listed one by one: have a second look.
-                self._ask_in_round(target, now)
+        if (moved or was_doubted) and isinstance(finding, StreamRoute):
+            # Have a second look: a leader that just ended is named for some more moments, and the
+            # replicas of a new one are listed one by one.
+            self._ask_in_round(target, now)
         self._settle(target, entry, now)
         self._queue_arming(target, entry, now)
 

@@ -26,7 +26,7 @@ class BatchReader(DataSourceReader):
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
 
-    def partitions(self) -> list[StreamRange]:  # type: ignore[override]  # Spark wants a list
+    def partitions(self) -> list[StreamRange]:
         options = self._options
         with environment(options.connect) as streams:
             view = ClusterView(streams, options)

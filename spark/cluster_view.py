@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from sharding.errors import Unreachable
 from sharding.stream.access import Access
+from sharding.stream.consumer_options import ConsumerOptions
 from sharding.stream.errors import StreamNotFound
 from sharding.stream.handlers import SubscriberHandler
-from sharding.stream.protocol import Broker
+from sharding.stream.protocol import Broker, OffsetSpec
 from spark.columns import client_columns
 from spark.offsets import Extent
 from spark.partitions import StreamRange
@@ -59,10 +61,26 @@ class ClusterView:
             return None
 
     def offset_at(self, stream: str, timestamp_ms: int) -> int | None:
-        return self._environment.offset_at(stream, timestamp_ms)
+        """The first offset that was stored at that time or later; None if nothing was."""
+        ends = self._environment.offsets(stream)
+        if ends is None:
+            return None
+        last_chunk = self._environment.read_range(stream, ends.last_chunk, ends.last + 1)
+        if _time_of(next(last_chunk)) < timestamp_ms:
+            return None
+        # So it can't wait for ever: there is a chunk that late.
+        with self._environment.consumer(
+            stream, offset=OffsetSpec.since(timestamp_ms), credits=2
+        ) as consumer:
+            batch = next(consumer.batches(self._options.connect.request_timeout), None)
+        if batch is None:
+            raise Unreachable(f"no message of {stream!r} came in time, though it is stored")
+        return int(batch.column("offset")[0].as_py())
 
     def store_offset(self, name: str, stream: str, offset: int) -> None:
-        self._environment.store_offset(name, stream, offset)
+        """Keep in the broker that `name` has dealt with the stream up to this offset."""
+        with self._environment.consumer(stream, ConsumerOptions(name=name, credits=2)) as consumer:
+            consumer.store_offset(stream, offset, self._options.connect.request_timeout)
 
     def read(self, found: StreamRange) -> Iterator[tuple[pa.RecordBatch, str]]:
         """The rows of a range, each batch with the node it came from, if that is a column."""
@@ -89,6 +107,11 @@ class ClusterView:
     def _extent(self, stream: str) -> Extent:
         ends = self._environment.offsets(stream)
         return Extent() if ends is None else Extent(ends.first, ends.last + 1)
+
+
+def _time_of(batch: pa.RecordBatch) -> int:
+    """In milliseconds since 1970."""
+    return int(batch.column("timestamp")[0].value)
 
 
 class _NotedConnections:

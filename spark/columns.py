@@ -15,13 +15,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sharding.stream.columns import Columns
 
 if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
+    from pyspark.sql.types import DataType, StructType
 
 DEFAULT_COLUMNS = ("key", "value", "stream", "partition", "offset", "timestamp")
 COLUMNS = (*DEFAULT_COLUMNS, "properties", "headers", "node")
@@ -46,7 +46,7 @@ def spark_schema(columns: Sequence[str]) -> StructType:
         "group_sequence": types.LongType(),
         "reply_to_group_id": text,
     }
-    known = {
+    known: dict[str, DataType] = {
         "key": text,
         "value": types.BinaryType(),
         "stream": text,
@@ -70,7 +70,7 @@ def client_columns(columns: Sequence[str], raw: bool) -> Columns:
     )
 
 
-def _struct(fields: dict[str, object]) -> StructType:
+def _struct(fields: Mapping[str, DataType]) -> StructType:
     from pyspark.sql.types import StructField, StructType
 
     return StructType([StructField(name, kind) for name, kind in fields.items()])

@@ -95,6 +95,10 @@ class MessageColumns:
             filter=asked.filter and _column("filterColumn", asked.filter, there, needed=True),
         )
         found._check_types(options, there)
+        names = [field.name for field in schema.fields]
+        for name in (found.value, found.key, found.properties, found.headers, found.filter):
+            if name is not None and names.count(name) > 1:
+                raise BadOption("columns", f"must not have {name!r} twice", names)
         return found
 
     def _check_types(self, options: WriteOptions, there: Mapping[str, DataType]) -> None:

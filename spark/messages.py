@@ -57,7 +57,7 @@ class Messages:
             encode_message(
                 body,
                 key=None if key is None else text_of(key),
-                properties=properties and stream_properties(properties),
+                properties=None if properties is None else stream_properties(properties),
                 application_properties=headers,
             )
             for body, key, properties, headers in zip(
@@ -113,10 +113,10 @@ def of_rows(
         keys, bodies, properties, headers, filters = zip(*parts, strict=True)
         messages = Messages(
             bodies=[body.encode() if isinstance(body, str) else body for body in bodies],
-            keys=None if columns.key is None and not any(map(_is_given, keys)) else keys,
-            properties=properties if any(map(_is_given, properties)) else None,
-            headers=_headers(headers) if any(map(_is_given, headers)) else None,
-            filters=filters if columns.filter is not None else None,
+            keys=_unless_all_null(keys),
+            properties=_unless_all_null(properties),
+            headers=_headers(_unless_all_null(headers)),
+            filters=None if columns.filter is None else filters,
         )
         _check(messages, columns, count, key_needed=key_needed)
         count.rows += len(messages)
@@ -125,10 +125,11 @@ def of_rows(
 
 def stream_properties(fields: Fields) -> Properties:
     """The properties of AMQP 1.0; times without a zone are taken as UTC."""
-    return Properties(
-        **{name: in_utc(value) if isinstance(value, datetime) else value
-           for name, value in fields.items()}
-    )  # fmt: skip
+    named: dict[str, Any] = {
+        name: in_utc(value) if isinstance(value, datetime) else value
+        for name, value in fields.items()
+    }
+    return Properties(**named)
 
 
 def in_utc(moment: datetime) -> datetime:
@@ -138,13 +139,15 @@ def in_utc(moment: datetime) -> datetime:
 def _parts(
     row: object, columns: MessageColumns, number: int
 ) -> tuple[Any, Any, Fields | None, Any, Any]:
+    if type(row) is tuple and len(row) == 2:
+        return (*row, None, None, None)
     names = getattr(row, "__fields__", None)
     if names is not None:
         row = dict(zip(names, row, strict=True))  # type: ignore[call-overload]
     if isinstance(row, Mapping):
         if columns.value not in row:
             raise InvalidInput(f"row {number}", f"must have {columns.value!r}", sorted(row))
-        properties = row.get(columns.properties)
+        properties: Any = row.get(columns.properties)
         return (
             row.get(columns.key),
             row[columns.value],
@@ -152,8 +155,6 @@ def _parts(
             row.get(columns.headers),
             row.get(columns.filter),
         )
-    if isinstance(row, tuple) and len(row) == 2:
-        return (*row, None, None, None)
     if isinstance(row, str | bytes | bytearray | memoryview):
         return None, row, None, None, None
     rule = "must be a Row or mapping, a pair of key and body, or a body"
@@ -163,10 +164,10 @@ def _parts(
 def _check(
     messages: Messages, columns: MessageColumns, count: RowCount, *, key_needed: bool
 ) -> None:
-    for at, body in enumerate(messages.bodies):
-        if type(body) is not bytes:
-            rule = f"{columns.value!r} must be bytes or text, not null"
-            raise InvalidInput(f"row {count.rows + at} of the task", rule, body)
+    if not set(map(type, messages.bodies)) <= {bytes}:
+        at = next(at for at, body in enumerate(messages.bodies) if type(body) is not bytes)
+        rule = f"{columns.value!r} must be bytes or text, not null"
+        raise InvalidInput(f"row {count.rows + at} of the task", rule, messages.bodies[at])
     if not key_needed:
         return
     if messages.keys is None or None in messages.keys:
@@ -195,5 +196,5 @@ def _headers(values: Sequence[Any] | None) -> list[Fields | None] | None:
     return None if values is None else [None if value is None else dict(value) for value in values]
 
 
-def _is_given(value: object) -> bool:
-    return value is not None
+def _unless_all_null(values: Sequence[Any]) -> Sequence[Any] | None:
+    return None if values.count(None) == len(values) else values

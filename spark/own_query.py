@@ -21,7 +21,7 @@ Spark Connect that is the client.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from spark.message_columns import MessageColumns
@@ -33,18 +33,13 @@ from spark.write_options import OWN_SHARDS, WriteOptions
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import Column, DataFrame
-    from pyspark.sql.streaming import DataStreamWriter
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
     from pyspark.sql.types import StructType
 
 FORMAT: Final = "warren"
-_NOT_SORTABLE: Final = (
-    "array",
-    "map",
-    "struct",
-    "variant",
-    "interval",
-    "calendar_interval",
-    "void",
+_SORTABLE: Final = (
+    *("byte", "short", "integer", "long", "float", "double", "decimal", "boolean"),
+    *("string", "varchar", "char", "binary", "date", "time", "timestamp", "timestamp_ntz"),
 )
 
 
@@ -93,6 +88,7 @@ def own_shards(streams: Sequence[str], tasks: int | None, order_by: Sequence[str
 def _task_column(own: OwnShards, columns: MessageColumns) -> Column:
     """The number of the task that owns a row's stream."""
     from pyspark.sql import functions
+    from pyspark.sql.pandas.functions import ArrowUDFType, arrow_udf
     from pyspark.sql.types import IntegerType
 
     if len(own.streams) == 1 or columns.key is None:
@@ -107,7 +103,7 @@ def _task_column(own: OwnShards, columns: MessageColumns) -> Column:
         ]
         return pyarrow.array(numbers, pyarrow.int32())
 
-    task_of = functions.arrow_udf(owners, IntegerType())
+    task_of: Callable[[Column], Column] = arrow_udf(owners, IntegerType(), ArrowUDFType.SCALAR)
     return task_of(functions.col(_quoted(columns.key)))
 
 
@@ -136,8 +132,8 @@ def _order_columns(order_by: Sequence[str], schema: StructType) -> tuple[str, ..
         if name not in there:
             raise BadOption("order_by", f"must be columns; {name!r} is none", sorted(there))
         kind = there[name].typeName()
-        if kind.startswith(_NOT_SORTABLE) or "interval" in kind:
-            raise BadOption("order_by", f"{name!r} must be of a type with an order", kind)
+        if kind not in _SORTABLE:
+            raise BadOption("order_by", f"{name!r} must be a number, text, bytes or a time", kind)
     return tuple(dict.fromkeys(order_by))
 
 

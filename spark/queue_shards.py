@@ -74,6 +74,7 @@ class Link:
 def map_of(logical: str, broker: Broker) -> ShardMap:
     """The shard map in force; `InvalidInput` if the queue has none."""
     with _topologies.lend(broker) as topology:
+        topology.wait_until_ready(topology.options.start_timeout)  # says so if nobody lets us in
         topology.refresh()
         shard_map = topology.shard_map(logical)
     if shard_map is None or shard_map.kind is not ShardKind.QUEUE:

@@ -45,12 +45,19 @@ _TRY_AGAIN = 1.0
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Plans and reads micro-batches; its rules are those of `offsets`."""
 
-    def __init__(self, options: ReadOptions, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        options: ReadOptions,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._options = options
         self._clock = clock
+        self._sleep = sleep
         self._initial: dict[str, object] | None = None
         self._target: Mapping[str, int] | None = None
         self._last_batch_at: float | None = None
+        self._seen: dict[str, int] = {}
         self._stored: dict[str, int] = {}
         self._runs = False
 
@@ -88,8 +95,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def reportLatestOffset(self) -> dict[str, object] | None:  # noqa: N802
         """For the progress report; Spark shows it beside what is read, so the lag can be seen."""
-        extents = self._ask(_extents)
-        return Offsets({stream: found.end for stream, found in extents.items()}).to_json()
+        return Offsets(self._seen).to_json() if self._seen else None
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[StreamRange]:
         upto = Offsets.from_json(end)
@@ -147,7 +153,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 if not passes or self._clock() + _TRY_AGAIN > deadline:
                     raise
                 logger.warning("the next batch can't be planned yet: %s", error)
-            time.sleep(_TRY_AGAIN)
+            self._sleep(_TRY_AGAIN)
 
     def _starts(self, view: ClusterView) -> dict[str, int]:
         extents = view.extents(view.streams())
@@ -155,6 +161,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _plan(self, view: ClusterView, begin: Offsets) -> Batch:
         extents = _extents(view)
+        self._seen = {stream: extent.end for stream, extent in extents.items()}
         if self._options.fail_on_data_loss:
             gone = [stream for stream in begin.next if stream not in extents]
             check_gone(begin, {stream: view.extent_if_any(stream) for stream in gone})

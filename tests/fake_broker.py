@@ -89,12 +89,17 @@ class FakeBroker:
         self._peers: queue.SimpleQueue[Peer] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._sockets: list[socket.socket] = []
+        self._served: list[Peer] = []
         self.address = Broker(*self._listener.getsockname()[:2])
 
     @property
     def peer(self) -> Peer:
         """The next connection, when its `on_connect` has ended."""
         return self._peers.get(timeout=PATIENCE)
+
+    def everything_seen(self) -> bytes:
+        """What came over all connections so far; over TLS, what came after its handshake."""
+        return b"".join(peer.bytes_seen for peer in self._served)
 
     def __enter__(self) -> FakeBroker:
         accepting = threading.Thread(target=self._accept, daemon=True)
@@ -132,6 +137,7 @@ class FakeBroker:
                 return
         self._sockets.append(sock)
         peer = Peer(sock)
+        self._served.append(peer)
         # The other side is expected to leave in the middle of what a test does to it.
         with contextlib.suppress(EOFError, OSError):
             self.on_connect(peer)

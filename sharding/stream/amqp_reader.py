@@ -98,7 +98,7 @@ _VARIABLE: Final[dict[int, Callable[[bytes], AmqpValue]]] = {
     0xB1: _string,
     0xB3: _symbol,
 }
-_SHORT: Final = {0xA0: bytes, 0xA1: _string, 0xA3: _symbol}
+_SHORT: Final = {code: read for code, read in _VARIABLE.items() if code < 0xB0}
 _LISTS: Final = (0xC0, 0xD0)
 _MAPS: Final = (0xC1, 0xD1)
 _ARRAYS: Final = (0xE0, 0xF0)

@@ -40,15 +40,14 @@ class Timestamp(int):
 
     __slots__ = ()
 
-    @property
-    def datetime(self) -> datetime:
-        """Raises OverflowError outside the years 1 to 9999."""
-        return _EPOCH + timedelta(milliseconds=self)
-
     @classmethod
     def of(cls, moment: datetime) -> Timestamp:
         """Of a datetime that knows its time zone."""
         return cls((moment - _EPOCH) // timedelta(milliseconds=1))
+
+    def to_datetime(self) -> datetime:
+        """Raises OverflowError outside the years 1 to 9999."""
+        return _EPOCH + timedelta(milliseconds=self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,7 @@ class Described:
 
 
 AmqpValue: TypeAlias = (
-    None
-    | bool
+    bool
     | int
     | float
     | str
@@ -72,6 +70,7 @@ AmqpValue: TypeAlias = (
     | Described
     | Sequence["AmqpValue"]
     | Mapping["AmqpValue", "AmqpValue"]
+    | None
 )
 """What is read, and what can be written; a datetime is written as a timestamp, never read."""
 
@@ -103,7 +102,7 @@ def as_text(value: AmqpValue) -> str | None:
 
 def _time_text(value: Timestamp) -> str:
     try:
-        return value.datetime.isoformat()
+        return value.to_datetime().isoformat()
     except OverflowError:
         return str(int(value))
 

@@ -64,7 +64,7 @@ def write_list(elements: Sequence[bytes]) -> bytes:
 
 
 def write_map(entries: Mapping[AmqpValue, AmqpValue], depth: int = 0) -> bytes:
-    written = []
+    written: list[bytes] = []
     for key, value in entries.items():
         written += (write_value(key, depth + 1), write_value(value, depth + 1))
     return _compound(_MAP, written)

@@ -18,8 +18,8 @@ than 2 GiB.
 
 Three ways lead there, each many times slower than the one before, and all to the same rows: plain
 messages of one size per chunk (`arrow_equal`); messages with a body and maybe a key
-(`arrow_layouts`); any AMQP 1.0 message, one by one (`message`). Chunks without wanted offsets are
-not looked into.
+(`arrow_layouts`); any AMQP 1.0 message, one by one (`message`). What is not asked for is not looked
+into: neither chunks without wanted offsets, nor the inside of sections without wanted columns.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ class BatchReader:
         limits: Limits = Limits(),
         check_crc: bool = True,
     ) -> None:
-        self._metadata = {"stream": stream}
+        self._stream = stream
         self._columns = columns
         self._limits = limits
         self._check_crc = check_crc
+        self._schema: pa.Schema | None = None
 
     def batch(
         self, chunks: Sequence[memoryview], first: int = 0, end: int | None = None
@@ -85,10 +86,14 @@ class BatchReader:
             if not len(rows):
                 return None
             columns = self._of_any_messages(rows)
-        schema = pa.schema(
-            [(name, array.type) for name, array in columns.items()], metadata=self._metadata
-        )
-        return pa.RecordBatch.from_arrays(list(columns.values()), schema=schema)
+        return pa.RecordBatch.from_arrays(list(columns.values()), schema=self._schema_of(columns))
+
+    def _schema_of(self, columns: _Columns) -> pa.Schema:
+        # Made once: of a batch of a few hundred messages it would be a fifth of the work.
+        if self._schema is None or self._schema.field("body").type != columns["body"].type:
+            fields = [(name, array.type) for name, array in columns.items()]
+            self._schema = pa.schema(fields, metadata={"stream": self._stream})
+        return self._schema
 
     def _wanted(self, chunks: Sequence[memoryview], first: int, end: int | None) -> _Chunks:
         """Those of the chunks whose range of offsets meets the one asked for."""
@@ -128,7 +133,7 @@ class BatchReader:
         binary = type_for(pa.binary(), rows.buffer)
         if self._columns.raw:
             return columns | {"body": slices(binary, rows.buffer, rows.starts, rows.ends)}
-        layout = layout_of(rows)
+        layout = layout_of(rows, self._columns)
         known, others = np.flatnonzero(layout.known), np.flatnonzero(~layout.known)
         messages = [
             decode_message(rows.buffer[start:end].data)

@@ -1,10 +1,11 @@
-"""Finds body and key inside messages of the two layouts that nearly all messages have.
+"""Finds body and key inside messages of the layouts that nearly all messages have.
 
 * plain: `00 53 75 a0 n`, the body; the data section and nothing else;
 * keyed: `00 53 72 c1 s 02 a3 0d "x-routing-key" a1 k`, the key, then a plain message.
 
-`a0 n` may be `b0` with a length of four bytes. Every length is checked, so that what is found is
-what the general reader would find; all other messages are left to it.
+`a0 n` may be `b0` with a length of four bytes. What has other sections than those, which nobody
+asked for, goes through `arrow_sections`. Every length is checked, so that what is found is what
+the general reader would find; all other messages are left to it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from sharding.stream.arrow_rows import Integers, Octets, Rows, unaligned
+from sharding.stream.arrow_sections import (
+    ANNOTATIONS,
+    APPLICATION,
+    DELIVERY,
+    HEADER,
+    PROPERTIES,
+    find_keys,
+    step_over,
+)
+from sharding.stream.columns import Columns
 
 _KEY_AT = 23
 """Where the key begins in a keyed message; the byte before is its length."""
@@ -43,7 +54,7 @@ class Layout:
     key_ends: Integers
 
 
-def layout_of(rows: Rows) -> Layout:
+def layout_of(rows: Rows, columns: Columns) -> Layout:
     ends = rows.ends
     body_starts, plain = _data_section(rows.buffer, rows.starts, ends)
     nothing = np.zeros(len(ends), np.int64)
@@ -55,13 +66,33 @@ def layout_of(rows: Rows) -> Layout:
     # Where there is no annotation the end of the key means nothing, but lies within the padding.
     starts_after_key, data_follows = _data_section(rows.buffer, key_ends, ends)
     keyed = annotated & data_follows
-    return Layout(
-        plain | keyed,
-        keyed,
-        np.where(keyed, starts_after_key, body_starts),
-        key_starts,
-        key_ends,
+    body_starts = np.where(keyed, starts_after_key, body_starts)
+    layout = Layout(plain | keyed, keyed, body_starts, key_starts, key_ends)
+    others = np.flatnonzero(~layout.known)
+    if len(others):
+        _add_others(layout, others, rows, columns)
+    return layout
+
+
+def _add_others(layout: Layout, others: Integers, rows: Rows, columns: Columns) -> None:
+    """Adds what can be said of messages with more sections, if those are not asked for."""
+    sections = (
+        HEADER,
+        DELIVERY,
+        ANNOTATIONS,
+        *(() if columns.properties else (PROPERTIES,)),
+        *(() if columns.application_properties else (APPLICATION,)),
     )
+    ends = rows.ends[others]
+    data, annotations = step_over(rows.buffer, rows.starts[others], ends, sections)
+    layout.body_starts[others], known = _data_section(rows.buffer, data, ends)
+    if columns.key:
+        keys = find_keys(rows.buffer, annotations)
+        known &= keys.known
+        layout.keyed[others] = keys.keyed & known
+        layout.key_starts[others] = keys.key_starts
+        layout.key_ends[others] = keys.key_ends
+    layout.known[others] = known
 
 
 def _data_section(

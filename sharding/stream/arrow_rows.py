@@ -1,7 +1,7 @@
 """Finds where each message of many chunks begins and ends, without a Python object for any.
 
 Entries can only be walked one after the other, as each says where the next begins, and a walk in
-Python costs 100 ns a message. So the walk is guessed, and the guess proved:
+Python costs 130 ns a message. So the walk is guessed, and the guess proved:
 
 * Where a chunk's data is a multiple of its first entry's size, all entries may have that size.
 * Else all messages may begin with the same bytes as the first (AMQP 1.0 messages of one kind do).
@@ -9,8 +9,8 @@ Python costs 100 ns a message. So the walk is guessed, and the guess proved:
 
 A guess holds if the entries follow each other without a gap from the first byte to the last, and
 through the first byte of each chunk at the right count: there is only one such row of entries. One
-that does not hold costs a walk, never a wrong message. (27 ns a message are saved for bodies of
-100 bytes; the search is four times as fast as the walk.)
+that does not hold costs a walk, never a wrong message. (The search costs 50 ns a message of 100
+bytes, equal sizes 1 ns.)
 """
 
 from __future__ import annotations
@@ -179,7 +179,9 @@ def _by_mark(buffer: Octets) -> Integers | None:
     # The last bit of the fourth byte's first digit says how wide the length after it is written.
     words = unaligned(buffer, "<u4")
     kind = np.uint32(0xEF_FF_FF_FF)
-    return marks[words[marks] & kind == words[4] & kind] - 4
+    same: npt.NDArray[np.bool_] = words[marks] & kind == words[4] & kind
+    entries: Integers = marks[same] - 4
+    return entries
 
 
 def _walked(runs: Sequence[Run], borders: Integers) -> Integers | None:

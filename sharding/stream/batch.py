@@ -63,11 +63,9 @@ class Batch:
         first = self.settled
         length = min(len(ids) - start, len(self.ids) - first)
         if length > 0 and ids[start] == self.ids[first] and not self.late:
-            # Both rise, so equal ends mean equal runs if one is a range; else it is compared.
-            if ids[start + length - 1] != self.ids[first + length - 1] or (
-                not isinstance(self.ids, range)
-                and list(ids[start : start + length]) != list(self.ids[first : first + length])
-            ):
+            # Compared one by one, in C: a broker may join the confirms of new messages and those of
+            # duplicates, so equal ends do not mean equal runs.
+            if tuple(ids[start : start + length]) != tuple(self.ids[first : first + length]):
                 length = 1
             self.settled = first + length
             return length, self._messages_of(first, first + length)

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import zlib
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from sharding.errors import LocalError
 from sharding.stream.errors import ProtocolError
 from sharding.stream.protocol import Limits
-
-if TYPE_CHECKING:
-    import cramjam
 
 _GZIP_WINDOW = zlib.MAX_WBITS | 16  # + 16: with gzip's header and checksum
 _LZ4_LEVEL = 1
@@ -117,7 +114,7 @@ def _expand(codec: Compression, data: bytes | memoryview, length: int) -> memory
     return memoryview(buffer)[:written]
 
 
-def _cramjam(codec: Compression) -> cramjam:
+def _cramjam(codec: Compression) -> ModuleType:
     try:
         import cramjam
     except ImportError:

@@ -13,6 +13,7 @@ It knows no threads and no clock. The rules:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -97,7 +98,7 @@ class Connection:
     def buffer(self) -> memoryview:
         """Where the next bytes from the peer go."""
         if self._failure is not None:
-            raise self._failure
+            raise copy.copy(self._failure)
         return self._frames.buffer()
 
     def received(self, count: int) -> list[Event]:
@@ -110,7 +111,8 @@ class Connection:
                 if not self._ended:
                     events.extend(self._understand(frame))
         except RemoteError as error:
-            self._failure = error
+            # A copy: the one that is raised refers, by its traceback, to this object.
+            self._failure = copy.copy(error)
             if not events:
                 raise
         return events

@@ -30,6 +30,15 @@ from sharding.stream.amqp_writer import write_map
 from sharding.stream.errors import ProtocolError
 from sharding.stream.properties import Properties, read_properties, write_properties
 
+__all__ = [
+    "KEY_ANNOTATION",
+    "Message",
+    "Properties",
+    "decode_message",
+    "encode_data",
+    "encode_message",
+]
+
 KEY_ANNOTATION: Final = Symbol("x-routing-key")
 
 _HEADER, _DELIVERY, _ANNOTATIONS, _PROPERTIES, _APPLICATION = 0x70, 0x71, 0x72, 0x73, 0x74
@@ -90,7 +99,7 @@ def encode_message(
     """A message with what is given; `key` becomes the annotation `x-routing-key`."""
     if key is None and not (properties or application_properties or annotations):
         return encode_data(body)
-    sections = []
+    sections: list[bytes] = []
     named: dict[AmqpValue, AmqpValue] = {
         Symbol(_text("annotations", name)): value for name, value in (annotations or {}).items()
     }

@@ -32,7 +32,7 @@ class Outage:
         hopeless = isinstance(error, LocalError | InvalidInput) and not isinstance(error, TryLater)
         if hopeless or self.not_found >= NOT_FOUND_TRIES or now >= self.deadline:
             return None
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.tries, 10))
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * (1 << min(self.tries, 10)))
         self.tries += 1
         # Partitions that were lost together should not come back together.
         return min(pause * rng.uniform(0.5, 1), max(0.0, self.deadline - now))

@@ -138,7 +138,12 @@ class Producer:
         the message is not sent. The call that fills a batch also writes it, which takes at most
         `send_timeout` more.
         """
-        if properties is application_properties is filter_value is publishing_id is None:
+        if (
+            properties is None
+            and application_properties is None
+            and filter_value is None
+            and publishing_id is None
+        ):
             # The way of most messages: every step here counts.
             writer = None
             if body.__class__ is bytes:
@@ -146,7 +151,7 @@ class Producer:
                     writer, message, is_plain = self._only, body, True
                 elif self._targets.has_function:
                     writer = self._targets.by_function(key)
-                    message, is_plain = with_key(key, body), False  # type: ignore[arg-type]
+                    message, is_plain = with_key(key, body), False
             if writer is not None:
                 with self._lock:
                     pending = writer.pending
@@ -156,7 +161,7 @@ class Producer:
                         and size < writer.quick_bytes
                         and pending.plain is is_plain
                     ):
-                        pending.messages.append(message)  # type: ignore[arg-type]
+                        pending.messages.append(message)
                         pending.size = size
                         number = self._next_number
                         pending.numbers.append(number)

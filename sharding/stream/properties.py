@@ -52,7 +52,7 @@ def read_properties(value: AmqpValue) -> Properties:
     if not isinstance(value, tuple) or len(value) > len(_READERS):
         raise ProtocolError("the properties of a message are not a list of up to 13 fields")
     return Properties(
-        *(
+        *(  # type: ignore[arg-type]  # each reader gives what its field holds
             None if field is None else read(field)
             for field, read in zip(value, _READERS, strict=False)
         )

@@ -18,7 +18,14 @@ import logging
 import threading
 from contextlib import suppress
 
-from sharding.errors import LocalError, Unreachable, WarrenError, is_retryable
+from sharding.errors import (
+    LocalError,
+    OutcomeUnknown,
+    Unreachable,
+    WarrenError,
+    is_retryable,
+)
+from sharding.routes import StreamRoute
 from sharding.stream.access import Access
 from sharding.stream.activity import Activity
 from sharding.stream.chunk import parse_header
@@ -44,6 +51,7 @@ logger = logging.getLogger("warren.stream.consumer")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds, between attempts
 _ATTEMPT_TIMEOUT = 15.0
 _LEAVE_TIMEOUT = 1.0
+_ROUTE_PATIENCE = 1.5
 
 
 class _Link:
@@ -91,6 +99,7 @@ class Subscription:
         self._attempts = 0
         self._lost_at = 0.0
         self._left_node: Broker | None = None
+        self._known_route: StreamRoute | None = None
         self._activity_of = (
             Activity(lane, inbox, access, options) if options.single_active else None
         )
@@ -148,8 +157,7 @@ class Subscription:
 
     def _subscribe(self, deadline: float) -> None:
         access = self._access
-        left = max(0.0, deadline - access.clock())
-        route = access.routes.route(self.stream, left)
+        route = self._route(deadline)
         candidates = consumer_candidates(route, access.placement, access.rng)
         # A node that was just lost is tried after the others; the leader stays the last resort.
         candidates.sort(key=lambda node: (node == route.leader, node == self._left_node))
@@ -170,6 +178,22 @@ class Subscription:
             self._leave(link, access.clock() + _LEAVE_TIMEOUT)
             raise
         self._leave(link, deadline)
+
+    def _route(self, deadline: float) -> StreamRoute:
+        """Where the stream lives now, or if nobody says so, where it lived last.
+
+        While a node hangs, the others do not answer Metadata for about a minute (seen on 4.0.5),
+        but they still serve the stream.
+        """
+        patience = self._left(deadline)
+        if self._known_route is not None:
+            patience = min(patience, _ROUTE_PATIENCE)
+        try:
+            self._known_route = self._access.routes.route(self.stream, patience)
+        except (Unreachable, OutcomeUnknown):
+            if self._known_route is None:
+                raise
+        return self._known_route
 
     def _begin(self, link: _Link, deadline: float) -> None:
         client, options = link.client, self._options

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from sharding.stream import ConsumerOptions, ProducerOptions, StreamEnvironment
+from sharding.stream import ProducerOptions, StreamEnvironment
 from tests.cluster import Cluster, wait_until
 from tests.streams import (
     await_replicas,
@@ -37,99 +36,154 @@ def own(any_version: str) -> Iterator[Cluster]:
 class Traffic:
     """A named producer that counts up, and a consumer that collects, each on its own thread."""
 
-    def __init__(self, environment: StreamEnvironment, super_stream: str) -> None:
-        self.super_stream = super_stream
+    def __init__(
+        self, environment: StreamEnvironment, super_stream: str, *, at_least: int, pause: float
+    ) -> None:
         self.sent = 0
         self.longest_silence = 0.0
-        self.problems: list[BaseException] = []
+        self._at_least = at_least
+        self._pause = pause
         self._found: dict[str, list[int]] = defaultdict(list)
-        self._enough = threading.Event()
-        self._expected: int | None = None
-        self._producer = environment.producer(
-            super_stream, ProducerOptions(name="counter", send_timeout=60, confirm_timeout=60)
-        )
-        self._consumer = environment.consumer(super_stream, ConsumerOptions(offset="first"))
+        self._fault_is_over = threading.Event()
+        self._all_stored = threading.Event()
+        self._problems: list[BaseException] = []
+        self._producer = environment.producer(super_stream, ProducerOptions(name="counter"))
+        self._consumer = environment.consumer(super_stream, offset="first")
         self._threads = [
-            threading.Thread(target=self._guarded, args=(work,)) for work in (self._send, self._read)
+            threading.Thread(target=self._guarded, args=(work,))
+            for work in (self._send, self._read)
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def read(self) -> int:
-        return sum(map(len, self._found.values()))
-
-    def stop(self, at_least: int) -> None:
-        """Send up to `at_least` messages, and no more."""
-        self._at_least = at_least
-        self._enough.set()
-
-    def result(self, timeout: float) -> dict[str, list[int]]:
-        """What was read, by stream, once everything that was sent has been."""
-        deadline = time.monotonic() + timeout
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        assert not self.problems, self.problems
-        assert not any(thread.is_alive() for thread in self._threads), (
-            f"{self.read} of {self.sent} messages read in time"
-        )
-        return self._found
-
-    def close(self) -> None:
-        self._consumer.close()
-        self._producer.close()
-        for thread in self._threads:
-            thread.join(10)
 
     def __enter__(self) -> Traffic:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop(0)
-        self.close()
+        self._at_least = 0
+        self._fault_is_over.set()
+        self._consumer.close()
+        self._producer.close()
+        for thread in self._threads:
+            thread.join(10)
+
+    @property
+    def read(self) -> int:
+        return sum(map(len, self._found.values()))
+
+    def wait_until_read(self, count: int) -> None:
+        wait_until(lambda: self.read >= count or self._problems, 60, lambda: str(self))
+
+    def finish(self, timeout: float = 90) -> None:
+        """Wait until all was sent, stored and read, and see that it was read once, in order."""
+        self._fault_is_over.set()
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        assert not self._problems, self._problems
+        assert self._all_stored.is_set(), f"not all was stored in time: {self}"
+        assert self.read == self.sent, f"{self}"
+        for stream, numbers in self._found.items():
+            assert numbers == sorted(set(numbers)), f"{stream}: repeated or out of order"
 
     def __str__(self) -> str:
         times, longest = self._consumer.recoveries
         return (
             f"{self.sent} sent, {self.read} read; {times} subscriptions made again, the longest in "
-            f"{longest:.2f} s; longest silence {self.longest_silence:.2f} s"
+            f"{longest:.2f} s; longest silence for the reader {self.longest_silence:.2f} s"
         )
 
-    def _guarded(self, work: object) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            work()  # type: ignore[operator]
+            work()
         except BaseException as error:
-            self.problems.append(error)
+            self._problems.append(error)
 
     def _send(self) -> None:
-        while not self._enough.is_set() or self.sent < self._at_least:
+        while self.sent < self._at_least or not self._fault_is_over.is_set():
             numbers = range(self.sent, self.sent + SLICE)
-            self._producer.send_many(
-                [b"%d" % number for number in numbers], [f"key-{number % 97}" for number in numbers]
-            )
+            bodies = [b"%d" % number for number in numbers]
+            self._producer.send_many(bodies, [f"key-{number % 97}" for number in numbers])
             self.sent += SLICE
-            if not self._enough.is_set() and self.sent > MESSAGES // 2:
-                self._enough.wait(0.1)  # keep it going until the fault is over, but not at full speed
+            # Something should be under way at every moment, but the brokers share two cores.
+            self._fault_is_over.wait(self._pause)
         self._producer.flush(timeout=60).raise_for_failures()
-        self._expected = self.sent
+        self._all_stored.set()
 
     def _read(self) -> None:
         last = time.monotonic()
-        for batch in self._consumer.batches(timeout=1):
-            now = time.monotonic()
-            self.longest_silence, last = max(self.longest_silence, now - last), now
-            stream = batch.schema.metadata[b"stream"].decode()
-            self._found[stream] += map(int, batch.column("body").to_pylist())
-        while self._expected is None or self.read < self._expected:
-            if self.problems:
+        while not (self._all_stored.is_set() and self.read >= self.sent):
+            if self._problems:
                 return
-            self._read_more()
+            for batch in self._consumer.batches(timeout=0.2):
+                now = time.monotonic()
+                self.longest_silence, last = max(self.longest_silence, now - last), now
+                stream = batch.schema.metadata[b"stream"].decode()
+                self._found[stream] += map(int, batch.column("body").to_pylist())
 
-    def _read_more(self) -> None:
-        raise NotImplementedError
+
+def test_nothing_is_lost_or_repeated_when_a_leader_is_killed(
+    own: Cluster, any_version: str
+) -> None:
+    with (
+        environment_of(own) as environment,
+        super_stream_in(environment) as invoices,
+        Traffic(environment, invoices, at_least=MESSAGES, pause=0.02) as traffic,
+    ):
+        traffic.wait_until_read(MESSAGES // 5)
+        victim = leader_node(own, environment, environment.partitions(invoices)[0])
+        victim.kill()
+        try:
+            traffic.wait_until_read(MESSAGES)
+            traffic.finish()
+        finally:
+            victim.restart()
+        print(f"\n{any_version}, leader killed: {traffic}")
 
 
-def assert_each_once_and_in_order(found: dict[str, list[int]], sent: int) -> None:
-    for stream, numbers in found.items():
-        assert numbers == sorted(set(numbers)), f"{stream}: repeated or out of order"
-    assert sum(map(len, found.values())) == sent
+def test_nothing_is_lost_or_repeated_while_all_nodes_restart(
+    own: Cluster, any_version: str
+) -> None:
+    """Node after node, for clients that go directly and through a load balancer."""
+    balancer = own.balancer()
+    with (
+        environment_of(own) as direct,
+        StreamEnvironment(balancer.endpoint.stream_url, load_balancer=True) as through,
+        super_stream_in(direct) as invoices,
+        super_stream_in(direct) as orders,
+        Traffic(direct, invoices, at_least=MESSAGES, pause=0.2) as directly,
+        Traffic(through, orders, at_least=MESSAGES, pause=0.2) as balanced,
+    ):
+        for node in own.nodes:
+            # A stream lives on while one node is away; it must be whole before the next one goes.
+            for stream in (*direct.partitions(invoices), *direct.partitions(orders)):
+                await_replicas(direct, stream)
+            node.restart()
+        for traffic in (directly, balanced):
+            traffic.finish()
+        print(f"\n{any_version}, all nodes restarted, directly: {directly}")
+        print(f"{any_version}, all nodes restarted, through HAProxy: {balanced}")
+
+
+def test_stream_is_read_elsewhere_when_a_replica_hangs(own: Cluster, any_version: str) -> None:
+    with (
+        environment_of(own, heartbeat=HEARTBEAT) as environment,
+        stream_in(environment) as stream,
+        environment.consumer(stream, offset="first") as consumer,
+        environment.producer(stream, linger=0) as producer,
+    ):
+        producer.send(b"before")
+        messages = consumer.messages(timeout=30)
+        assert next(messages).body == b"before"
+        hanging = next(n for n in own.nodes if stream_address(n) == consumer.nodes[stream])
+        hanging.freeze()
+        began = time.monotonic()
+        try:
+            producer.send(b"after")
+            assert next(messages).body == b"after"
+        finally:
+            took = time.monotonic() - began
+            hanging.thaw()
+            own.wait_until_whole()
+        print(f"\n{any_version}, replica frozen: read elsewhere after {took:.2f} s")
+        assert took < 2 * HEARTBEAT + 5

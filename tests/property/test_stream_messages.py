@@ -28,15 +28,16 @@ leaves: st.SearchStrategy[AmqpValue] = (
     | uuids
     | st.decimals(allow_nan=False, places=2)
 )
-values: st.SearchStrategy[AmqpValue] = st.recursive(
-    leaves,
-    lambda inner: (
-        st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(texts, inner, max_size=4)
-        | st.builds(Described, texts.map(Symbol) | st.integers(0, 2**64 - 1), inner)
-    ),
-    max_leaves=12,
-)
+
+
+def holding(inner: st.SearchStrategy[AmqpValue]) -> st.SearchStrategy[AmqpValue]:
+    tuples: st.SearchStrategy[AmqpValue] = st.lists(inner, max_size=4).map(tuple)
+    maps: st.SearchStrategy[AmqpValue] = st.dictionaries(texts, inner, max_size=4)
+    names = texts.map(Symbol) | st.integers(0, 2**64 - 1)
+    return tuples | maps | st.builds(Described, names, inner)
+
+
+values = st.recursive(leaves, holding, max_leaves=12)
 ids = st.none() | texts | st.integers(0, 2**64 - 1) | uuids | st.binary(max_size=9)
 some_text = st.none() | texts
 properties = st.builds(

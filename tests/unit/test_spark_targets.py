@@ -132,6 +132,11 @@ def test_columns_that_do_not_fit_are_named_when_planned(
         MessageColumns.find(parse(options)[1], schema)
 
 
+def test_column_that_is_there_twice_is_not_guessed_at() -> None:
+    with pytest.raises(BadOption, match="must not have 'value' twice"):
+        MessageColumns.find(written(stream="a"), StructType([*PLAIN.fields, PLAIN.fields[1]]))
+
+
 def test_columns_as_the_source_gives_them_can_be_written_back() -> None:
     properties = StructType(
         [

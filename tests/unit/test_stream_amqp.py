@@ -109,7 +109,7 @@ def test_a_datetime_is_written_as_the_same_moment() -> None:
     moment = datetime(2024, 5, 1, 12, tzinfo=timezone(timedelta(hours=2)))
     found = read(write_value(moment))
     assert isinstance(found, Timestamp)
-    assert found.datetime == moment
+    assert found.to_datetime() == moment
 
 
 @pytest.mark.parametrize(
@@ -241,6 +241,50 @@ def test_every_part_of_a_message_is_read_back() -> None:
         stream="s",
     )
     assert pickle.loads(pickle.dumps(message)) == message
+
+
+# As RabbitMQ 4.0.5 delivered what was published over AMQP 0-9-1 with every property and headers.
+OVER_AMQP_0_9_1 = bytes.fromhex(
+    "005370c00b05415003700000ea604143005372c15908a30c782d62617369632d74797065a10174a315782d73"
+    "747265616d2d66696c7465722d76616c7565a10166a30a782d65786368616e6765a100a30d782d726f757469"
+    "6e672d6b6579a10e622d633965363231316365363634005373c0380da1026d31a00567756573744040a10172"
+    "a1026331a30a746578742f706c61696ea304677a697040830000018bcfe56800a1036170704040005374c14c"
+    "10a103737472a10178a103696e745405a1036e656754f9a103626967810000010000000000a104626f6f6c56"
+    "01a1056279746573a002fffea1046e6f6e6540a1027473830000018cc251f400005375a00568656c6c6f"
+)
+
+
+def test_a_message_that_rabbitmq_made_of_an_amqp_0_9_1_one_is_read() -> None:
+    assert decode_message(OVER_AMQP_0_9_1) == Message(
+        b"hello",
+        "b-c9e6211ce664",
+        Properties(
+            message_id="m1",
+            user_id=b"guest",
+            reply_to="r",
+            correlation_id="c1",
+            content_type="text/plain",
+            content_encoding="gzip",
+            creation_time=Timestamp(1_700_000_000_000),
+            group_id="app",
+        ),
+        {
+            "str": "x",
+            "int": 5,
+            "neg": -7,
+            "big": 2**40,
+            "bool": True,
+            "bytes": b"\xff\xfe",
+            "none": None,
+            "ts": Timestamp(1_704_067_200_000),
+        },
+        {
+            "x-basic-type": "t",
+            "x-stream-filter-value": "f",
+            "x-exchange": "",
+            "x-routing-key": "b-c9e6211ce664",
+        },
+    )
 
 
 HEADER = "00 53 70 c0 02 01 41 "

@@ -105,6 +105,28 @@ def test_plain_and_keyed_messages_are_not_read_one_by_one(codec: Compression | N
     assert batch["key"].to_pylist() == [None] * 300 + [f"k{number}" for number in range(230)]
 
 
+# What RabbitMQ 4.0.5 and 3.10.8 delivered of messages that were published over AMQP 0-9-1.
+FROM_4_0 = bytes.fromhex(
+    "005370c006054240404143005372c12e04a30a782d65786368616e6765a100a30d782d726f7574696e672d6b"
+    "6579a10e622d633965363231316365363634005375a00568656c6c6f"
+)
+FROM_3_10 = bytes.fromhex(
+    "005372c12e04a30d782d726f7574696e672d6b6579a10e622d393937306332663137656136a30a782d657863"
+    "68616e6765a100005375a00568656c6c6f"
+)
+
+
+@pytest.mark.usefixtures("no_single_messages")
+def test_messages_published_over_amqp_0_9_1_are_not_read_one_by_one() -> None:
+    batch = read([chunk([FROM_4_0, FROM_3_10])], ALL)
+    assert batch["body"].to_pylist() == [b"hello"] * 2
+    assert batch["key"].to_pylist() == ["b-c9e6211ce664", "b-9970c2f17ea6"]
+    with_properties = [FROM_4_0[:11] + message for message in RICH]
+    batch = read([chunk([*with_properties, FROM_3_10])], Columns(key=True))
+    assert batch["body"].to_pylist() == [b"rich", b"hello"]
+    assert batch["key"].to_pylist() == ["k", "b-9970c2f17ea6"]
+
+
 def test_all_parts_of_rich_messages_are_there_among_others() -> None:
     batch = read([chunk([*EQUAL[:1], *RICH, *KEYED[1:2], SubBatch(RICH, Compression.ZSTD)], 5)])
     assert batch["offset"].to_pylist() == [5, 6, 7, 8]

@@ -28,7 +28,12 @@ def test_header_is_read() -> None:
 
 
 def test_every_message_has_its_own_offset_those_in_batches_too() -> None:
-    entries = [b"a", SubBatch([b"b", b"", b"d"]), b"e", SubBatch([b"f"], Compression.GZIP)]
+    entries: list[bytes | SubBatch] = [
+        b"a",
+        SubBatch([b"b", b"", b"d"]),
+        b"e",
+        SubBatch([b"f"], Compression.GZIP),
+    ]
     expected = [b"a", b"b", b"", b"d", b"e", b"f"]
     assert read(chunk(entries, 10)) == list(enumerate(expected, 10))
 

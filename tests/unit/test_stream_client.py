@@ -19,7 +19,6 @@ from sharding.stream.errors import (
     ConnectionLost,
     NoAnswerInTime,
     NotSupported,
-    ProtocolError,
     StreamExists,
     StreamUnavailable,
 )
@@ -232,16 +231,16 @@ def test_a_stream_that_leaves_the_node_is_told_to_its_handlers_and_to_nobody_els
 
 
 @pytest.mark.parametrize(
-    ("harm", "reason", "text"),
+    ("harm", "text"),
     [
-        (lambda peer: peer.socket.close(), ConnectionLost, "the peer ended the connection"),
-        (lambda peer: peer.send(CLOSE), ConnectionLost, "unknown frame"),
-        (lambda peer: peer.send(bytes(100)), ProtocolError, "4 are the least"),
-        (lambda peer: peer.send(frame(999, b"")), ProtocolError, "0x03e7"),
+        (lambda peer: peer.socket.close(), "the peer ended the connection"),
+        (lambda peer: peer.send(CLOSE), "unknown frame"),
+        (lambda peer: peer.send(bytes(100)), "4 are the least"),
+        (lambda peer: peer.send(frame(999, b"")), "0x03e7"),
     ],
 )
 def test_everyone_is_told_once_of_the_end_of_a_connection(
-    connected: Connected, harm: Callable[[Peer], None], reason: type[Exception], text: str
+    connected: Connected, harm: Callable[[Peer], None], text: str
 ) -> None:
     client, peer = connected
     handlers = attached(client)
@@ -265,7 +264,6 @@ def test_everyone_is_told_once_of_the_end_of_a_connection(
         client.attach_publisher(Recorder(), "s")
     client.close()
     assert [len(handler.told) for handler in handlers] == [1, 1]
-    assert issubclass(reason, Exception)
 
 
 def test_closing_is_done_in_order_and_told(connected: Connected) -> None:
@@ -335,7 +333,7 @@ def test_a_silent_peer_is_dead_after_two_heartbeats(broker: FakeBroker) -> None:
 def test_a_peer_that_sends_heartbeats_lives(broker: FakeBroker) -> None:
     client = connect(broker.address, ConnectOptions(heartbeat=1))
     peer = broker.peer
-    until = time.monotonic() + 3
+    until = time.monotonic() + 2.3  # more than two heartbeats
     while time.monotonic() < until:
         peer.send(frame(Key.HEARTBEAT, b""))
         peer.next_frame_with(Key.HEARTBEAT)  # comes every half second

@@ -204,6 +204,17 @@ def test_recovery_is_tried_until_its_time_is_over(reason: Exception) -> None:
         offsets(consumer)
 
 
+def test_known_nodes_are_tried_while_nobody_says_where_the_stream_is() -> None:
+    cluster = FakeCluster(4)
+    consumer = consumer_of(cluster)
+    lost = cluster.client
+    cluster.no_stream = Unreachable("no node answers Metadata")
+    lost.lose()
+    cluster.run()
+    assert cluster.client.node not in (lost.node, A)
+    assert offsets(consumer) == [0, 1, 2, 3]
+
+
 def test_consumer_that_can_not_begin_says_why_and_leaves_nothing_behind() -> None:
     cluster = FakeCluster(4)
 

@@ -26,7 +26,12 @@ def test_jobs_run_when_they_are_due_and_in_that_order(recovery: Recovery) -> Non
     ran: list[str] = []
     done = threading.Event()
     begun = time.monotonic()
-    recovery.schedule(0.06, lambda: (ran.append("late"), done.set())[0])
+
+    def late() -> None:
+        ran.append("late")
+        done.set()
+
+    recovery.schedule(0.06, late)
     recovery.soon(0.02, lambda: ran.append("early"))
     assert done.wait(5)
     assert ran == ["early", "late"]

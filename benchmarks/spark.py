@@ -1,0 +1,189 @@
+"""What the Spark source and sink give against the engine, the client alone and the naive way.
+
+Run it with `python -m benchmarks.spark`. It starts a cluster of its own and Spark in local[2]. All
+ways take turns in one run:
+
+* reading a super stream of six partitions into Spark's `noop` sink, all default columns, against
+  the same number of rows of the same schema from memory (what the engine takes from Python at
+  best), and against the stream client alone, which reads all partitions into Arrow in one process;
+* writing rows with a key and a body of 100 bytes, all confirmed, against the client alone in one
+  process, and against `foreachPartition` with pika's blocking channel and `confirm_delivery`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Any
+
+import pika
+import pyarrow as pa
+from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import functions as f
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.types import StructType
+
+from benchmarks.rounds import alternate, print_ratio
+from sharding.hashing import murmur3
+from sharding.stream import Columns, StreamArguments, StreamEnvironment
+from tests.cluster import Cluster
+
+PARTITIONS = 6
+READ = 3_000_000
+WRITTEN = 1_000_000
+NAIVE = 20_000
+KEYS = 1_000
+ROUNDS = 5
+BATCH = 10_000
+STORED, SCRATCH = "stored", "scratch"
+
+
+def main() -> None:
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    with (
+        Cluster.start(nodes=3) as cluster,
+        StreamEnvironment(*(node.endpoint.stream_url for node in cluster)) as environment,
+    ):
+        spark = (
+            SparkSession.builder.master("local[2]")
+            .config("spark.ui.enabled", "false")
+            .config("spark.driver.memory", "4g")
+            .config("spark.sql.shuffle.partitions", "2")
+            .getOrCreate()
+        )
+        spark.sparkContext.setLogLevel("ERROR")
+        node = cluster.nodes[0].endpoint
+        try:
+            Measurement(spark, environment, node.amqp_url, node.address, node.ports["stream"]).run()
+        finally:
+            spark.stop()
+
+
+class Measurement:
+    def __init__(
+        self, spark: SparkSession, environment: StreamEnvironment, amqp: str, host: str, port: int
+    ) -> None:
+        self._spark = spark
+        self._environment = environment
+        self._amqp = amqp
+        self._uri = f"rabbitmq-stream://{host}:{port}"
+        self._bodies = [b"x" * 100] * BATCH
+        self._keys = [f"user-{number % KEYS}" for number in range(BATCH)]
+
+    def run(self) -> None:
+        self._environment.create_super_stream(STORED, PARTITIONS)
+        kept = StreamArguments(max_length_bytes=200_000_000, max_segment_bytes=50_000_000)
+        self._environment.create_super_stream(SCRATCH, PARTITIONS, kept)
+        self._produce(STORED, READ)
+        rows = self._spark.range(WRITTEN, numPartitions=2).select(
+            f.concat(f.lit("user-"), (f.col("id") % KEYS).cast("string")).alias("key"),
+            f.lit(bytearray(b"x" * 100)).alias("value"),
+        )
+        rows = rows.cache()
+        rows.count()
+        schema = self._read_options().load().schema
+        self._spark.dataSource.register(in_memory(schema))
+        ways: dict[str, Callable[[], float]] = {
+            "source": lambda: read_speed(self._read_options().load()),
+            "rows from memory": lambda: read_speed(self._spark.read.format("memory").load()),
+            "client alone, reading": self._consume,
+            "sink": lambda: self._write(rows),
+            "client alone, writing": lambda: self._produce(SCRATCH, WRITTEN),
+            "naive": lambda: self._write_naively(rows.limit(NAIVE)),
+        }
+        speeds = alternate(ways, ROUNDS)
+        print_ratio(speeds, "source", "rows from memory", 0.25)
+        print_ratio(speeds, "source", "client alone, reading", 0.6)
+        print_ratio(speeds, "sink", "client alone, writing", 0.7)
+        print_ratio(speeds, "sink", "naive", 20)
+
+    def _read_options(self) -> Any:
+        reader = self._spark.read.format("warren").option("uri", self._uri)
+        return reader.option("superStream", STORED)
+
+    def _consume(self) -> float:
+        began = perf_counter()
+        rows = 0
+        with self._environment.consumer(
+            STORED, offset="first", columns=Columns(key=True)
+        ) as consumer:
+            for batch in consumer:
+                rows += batch.num_rows
+                if rows == READ:
+                    break
+            return READ / (perf_counter() - began)
+
+    def _produce(self, name: str, count: int) -> float:
+        with self._environment.producer(name) as producer:
+            began = perf_counter()
+            for _ in range(count // BATCH):
+                producer.send_many(self._bodies, self._keys)
+            producer.flush(timeout=120).raise_for_failures()
+            return count / (perf_counter() - began)
+
+    def _write(self, rows: DataFrame) -> float:
+        began = perf_counter()
+        writer = rows.write.format("warren").option("uri", self._uri)
+        writer.option("superStream", SCRATCH).mode("append").save()
+        return WRITTEN / (perf_counter() - began)
+
+    def _write_naively(self, rows: DataFrame) -> float:
+        url, partitions = self._amqp, self._environment.partitions(SCRATCH)
+
+        def publish(part: Iterator[Row]) -> None:
+            with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+                channel = connection.channel()
+                channel.confirm_delivery()
+                for row in part:
+                    stream = partitions[murmur3(row["key"]) % len(partitions)]
+                    channel.basic_publish("", stream, bytes(row["value"]))
+
+        began = perf_counter()
+        rows.repartition(2).foreachPartition(publish)
+        return NAIVE / (perf_counter() - began)
+
+
+def read_speed(rows: DataFrame) -> float:
+    began = perf_counter()
+    rows.write.format("noop").mode("overwrite").save()
+    return READ / (perf_counter() - began)
+
+
+def in_memory(schema: StructType) -> type[DataSource]:
+    """A source whose rows are there already, in batches as large as Spark's own."""
+
+    class Reader(DataSourceReader):
+        def partitions(self) -> list[InputPartition]:
+            return [InputPartition(number) for number in range(PARTITIONS)]
+
+        def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:  # type: ignore[override]
+            from pyspark.sql.pandas.types import to_arrow_schema
+
+            wanted = to_arrow_schema(schema, timezone="UTC")
+            made = {"key": "user-7", "value": b"x" * 100, "stream": "stored-0"}
+            columns = [
+                pa.array([made.get(field.name, partition.value)] * BATCH).cast(field.type)
+                for field in wanted
+            ]
+            batch = pa.RecordBatch.from_arrays(columns, schema=wanted)
+            for _ in range(READ // PARTITIONS // BATCH):
+                yield batch
+
+    class Memory(DataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "memory"
+
+        def schema(self) -> StructType:
+            return schema
+
+        def reader(self, schema: StructType) -> DataSourceReader:  # noqa: ARG002
+            return Reader()
+
+    return Memory
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""On real brokers: the route cache knows at once what changed, and asks little."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from sharding.route_cache import RouteCache
+from sharding.route_options import RouteOptions
+from sharding.stream.admin_requests import Create, Delete
+from sharding.stream.client import ConnectOptions, StreamClient, connect
+from sharding.stream.errors import StreamNotFound
+from sharding.stream.locator import Locator
+from sharding.stream.protocol import Broker
+from tests.cluster import Cluster, Node, wait_until
+
+pytestmark = pytest.mark.cluster
+
+ONLY_POLLS = RouteOptions(pushes=False, poll_interval=0.4)
+ONLY_PUSHES = RouteOptions(poll_interval=300)
+
+
+@pytest.fixture(scope="module")
+def own(any_version: str) -> Iterator[Cluster]:
+    with Cluster.start(version=any_version) as running:
+        yield running
+
+
+def address(node: Node) -> Broker:
+    return Broker(node.endpoint.address, node.endpoint.ports["stream"])
+
+
+def dial(node: Broker) -> StreamClient:
+    return connect(node, ConnectOptions())
+
+
+@contextmanager
+def locator_at(*nodes: Node) -> Iterator[Locator]:
+    locator = Locator([address(node) for node in nodes], dial)
+    try:
+        yield locator
+    finally:
+        locator.close()
+
+
+@contextmanager
+def cache_at(*nodes: Node, options: RouteOptions) -> Iterator[RouteCache]:
+    """Without pressure: on a busy machine pushes would be ignored, as they should be."""
+    with locator_at(*nodes) as locator:
+        cache = RouteCache(locator, options, pressure=lambda: 0.0)
+        try:
+            yield cache
+        finally:
+            cache.close()
+
+
+@contextmanager
+def streams_led_by(node: Node, count: int = 1) -> Iterator[list[str]]:
+    """New streams; their leader is the node they are created at."""
+    names = [f"routes-{secrets.token_hex(6)}" for _ in range(count)]
+    with locator_at(node) as locator:
+        for name in names:
+            locator.call(Create(name, {"queue-leader-locator": "client-local"}), 10)
+        try:
+            yield names
+        finally:
+            for name in names:
+                delete(locator, name)
+
+
+def delete(locator: Locator, name: str) -> None:
+    with suppress(StreamNotFound):  # a test may have deleted it
+        locator.call(Delete(name), 30)
+
+
+def is_gone(cache: RouteCache, name: str) -> bool:
+    try:
+        cache.route(name, 5)
+    except StreamNotFound:
+        return True
+    return False
+
+
+def seconds_until(condition: Callable[[], bool], timeout: float = 20) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("options", [ONLY_PUSHES, ONLY_POLLS], ids=["push", "poll"])
+def test_deleted_stream_is_known_in_under_a_second(own: Cluster, options: RouteOptions) -> None:
+    with (
+        streams_led_by(own.nodes[0]) as [name],
+        locator_at(own.nodes[1]) as other,
+        cache_at(own.nodes[2], options=options) as cache,
+    ):
+        assert cache.leader(name, 10) == address(own.nodes[0])
+        if options.pushes:
+            wait_until(lambda: cache.counters["arms"] == 1, 5)
+        delete(other, name)
+        took = seconds_until(lambda: is_gone(cache, name))
+        print(f"known after {took * 1000:.0f} ms")
+        assert took < 1
+        assert cache.counters["pushes"] == (1 if options.pushes else 0)
+
+
+@pytest.mark.parametrize("options", [ONLY_PUSHES, ONLY_POLLS], ids=["push", "poll"])
+def test_moved_stream_is_known_in_under_a_second(own: Cluster, options: RouteOptions) -> None:
+    if own.version.startswith("3.10"):
+        pytest.skip("3.10 can't move a leader on request; there the killed node shows it")
+    before, after = own.nodes[0], own.nodes[1]
+    with (
+        streams_led_by(before) as [name],
+        locator_at(own.nodes[1]) as other,
+        cache_at(own.nodes[2], options=options) as cache,
+    ):
+        assert cache.leader(name, 10) == address(before)
+        wait_until(lambda: len(cache.route(name, 5).replicas) == 2, 10)
+        moving = threading.Thread(target=move, args=(own, name, after))
+        moving.start()
+        moved = [address(before), None]
+        while other.find_streams([name], 5)[name].leader in moved:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        new_leader = other.find_streams([name], 5)[name].leader  # type: ignore[union-attr]
+        took = seconds_until(lambda: cache.route(name, 5).leader == new_leader)
+        moving.join()
+        print(f"known after {took * 1000:.0f} ms")
+        assert took < 1
+
+
+def move(cluster: Cluster, stream: str, to: Node) -> None:
+    cluster.nodes[2].driver.ctl(
+        "eval",
+        f'rabbit_stream_queue:restart_stream(<<"/">>, <<"{stream}">>, '
+        f"#{{preferred_leader_node => '{to.name}'}}).",
+    )
+
+
+def test_stream_that_appears_is_seen_by_the_poll(own: Cluster) -> None:
+    name = f"routes-{secrets.token_hex(6)}"
+    with locator_at(own.nodes[0]) as other, cache_at(own.nodes[1], options=ONLY_POLLS) as cache:
+        assert is_gone(cache, name)
+        other.call(Create(name, {}), 10)
+        try:
+            assert seconds_until(lambda: not is_gone(cache, name)) < 1
+        finally:
+            delete(other, name)
+
+
+def test_two_hundred_threads_asking_for_a_missing_stream_cost_a_handful_of_queries(
+    own: Cluster,
+) -> None:
+    asked = [0] * 200
+    with cache_at(*own.nodes, options=RouteOptions()) as cache:
+        until = time.monotonic() + 5
+
+        def keep_asking(number: int) -> None:
+            while time.monotonic() < until:
+                assert is_gone(cache, "routes-nowhere")
+                asked[number] += 1
+
+        threads = [threading.Thread(target=keep_asking, args=(n,)) for n in range(200)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        print(f"{sum(asked)} answers for {cache.counters['queries']} queries")
+        assert min(asked) > 0
+        assert cache.counters["queries"] <= 3
+
+
+def test_unused_route_is_gone_after_its_time(own: Cluster) -> None:
+    options = RouteOptions(forget_after=1, poll_interval=0.2)
+    with streams_led_by(own.nodes[0]) as [name], cache_at(*own.nodes, options=options) as cache:
+        cache.route(name, 10)
+        wait_until(lambda: cache.counters["forgotten"] == 1, 10)
+        queries, arms = cache.counters["queries"], cache.counters["arms"]
+        time.sleep(0.6)  # three polls, were it still remembered
+        assert cache.counters["queries"] == queries
+        assert cache.counters["arms"] == arms
+
+
+def test_restart_of_the_node_that_led_a_hundred_streams_costs_ten_queries_at_most(
+    own: Cluster,
+) -> None:
+    victim, *others = own.nodes
+    with (
+        streams_led_by(victim, count=100) as names,
+        cache_at(*others, options=ONLY_PUSHES) as cache,
+    ):
+        assert {cache.leader(name, 10) for name in names} == {address(victim)}
+        wait_until(lambda: cache.counters["arms"] == 100, 20)
+        before = cache.counters["queries"]
+        victim.kill()
+        began = time.monotonic()
+        moved = {address(node) for node in others}
+        wait_until(
+            lambda: {cache.leader(name, 30) for name in names} <= moved,
+            60,
+            lambda: repr(cache.counters),
+        )
+        print(f"all known after {time.monotonic() - began:.1f} s")
+        victim.restart()
+        assert {cache.leader(name, 10) for name in names} <= moved
+        print(f"{cache.counters['queries'] - before} queries; {dict(cache.counters)}")
+        assert cache.counters["queries"] - before <= 10

@@ -1,0 +1,129 @@
+"""`publish_partition`: below DataFrames, with the promises of the plain sink."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pika
+import pytest
+
+from sharding import Policy
+from sharding.errors import InvalidInput, WarrenError
+from sharding.stream.environment import StreamEnvironment
+from spark import PublishOptions, publish_partition
+from spark.option_values import BadOption
+from tests.cluster import Cluster
+from tests.sharded import drain, fresh_queue, raw_channel, shards_in_broker, topology_of
+from tests.spark.stored import (
+    Orders,
+    StoredRow,
+    amqp_uri,
+    one_stream,
+    stored_in,
+    stream_uri,
+    super_stream,
+)
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def sharded_queue(cluster: Cluster) -> Iterator[str]:
+    logical = fresh_queue()
+    with topology_of(cluster.nodes) as topology:
+        topology.set_policy(Policy.exactly(logical, 1, name=logical))
+        topology.ensure(logical)
+        yield logical
+        queues = shards_in_broker(cluster, logical)
+        topology.clear_policy(logical)
+        topology.forget(logical)
+    with raw_channel(cluster.nodes[0]) as channel:
+        for queue in queues:
+            channel.queue_delete(queue)
+        channel.exchange_delete(logical)
+
+
+def test_every_row_is_stored_in_the_partition_of_its_key_in_order(
+    cluster: Cluster, environment: StreamEnvironment
+) -> None:
+    orders = Orders(keys=50, of_each=100)
+    with super_stream(environment) as name:
+        options = PublishOptions.of(superStream=name, uri=stream_uri(cluster)).resolved()
+        assert publish_partition(orders, options) == len(orders)
+        stored = stored_in(environment, environment.partitions(name))
+    assert orders.lost_and_twice(stored) == (0, 0)
+    orders.assert_in_order(stored)
+
+
+def test_rows_without_a_key_go_to_a_stream(
+    cluster: Cluster, environment: StreamEnvironment
+) -> None:
+    with one_stream(environment) as name:
+        options = PublishOptions.of(stream=name, uri=stream_uri(cluster))
+        assert publish_partition([b"a", "b", ("k", b"c")], options) == 3
+        assert stored_in(environment, [name])[name] == [
+            StoredRow(None, b"a"),
+            StoredRow(None, b"b"),
+            StoredRow("k", b"c"),
+        ]
+
+
+def test_every_row_is_in_a_shard_of_the_queue(cluster: Cluster, sharded_queue: str) -> None:
+    orders = Orders(keys=20, of_each=50)
+    options = PublishOptions.of(queue=sharded_queue, amqpUri=amqp_uri(cluster)).resolved()
+    assert publish_partition(orders, options) == len(orders)
+    taken = drain(cluster.nodes[0], shards_in_broker(cluster, sharded_queue))
+    assert sorted((key, body) for _, key, body in taken) == sorted(orders)
+
+
+def test_headers_and_properties_reach_the_consumer_of_a_queue(
+    cluster: Cluster, sharded_queue: str
+) -> None:
+    options = PublishOptions.of(queue=sharded_queue, amqpUri=amqp_uri(cluster))
+    row = {
+        "key": "k",
+        "value": "v",
+        "headers": {"region": "eu"},
+        "properties": {"message_id": "m", "content_type": "text/plain"},
+    }
+    assert publish_partition([row], options) == 1
+    with raw_channel(cluster.nodes[0]) as channel:
+        found: list[pika.BasicProperties] = []
+        for queue in shards_in_broker(cluster, sharded_queue):
+            _, properties, _ = channel.basic_get(queue, auto_ack=True)
+            found += [properties] if properties is not None else []
+    (properties,) = found
+    assert properties.headers == {"region": "eu"}
+    assert (properties.message_id, properties.content_type) == ("m", "text/plain")
+    assert properties.delivery_mode == 2
+
+
+def test_bad_row_fails_the_partition_and_what_was_before_it_is_kept(
+    cluster: Cluster, environment: StreamEnvironment
+) -> None:
+    with super_stream(environment) as name:
+        options = PublishOptions.of(superStream=name, uri=stream_uri(cluster))
+        with pytest.raises(InvalidInput, match="row 1 of the task: 'value' must be bytes"):
+            publish_partition([("k", b"a"), ("k", None)], options)
+        # The connections are as good as before.
+        assert publish_partition([("k", b"a")], options) == 1
+
+
+@pytest.mark.parametrize("kind", ["stream", "superStream", "queue"])
+def test_target_that_is_not_there_is_found_when_resolved(cluster: Cluster, kind: str) -> None:
+    wanted = {kind: "no-such-thing", "uri": stream_uri(cluster)}
+    if kind == "queue":
+        wanted["amqpUri"] = amqp_uri(cluster)
+    with pytest.raises((BadOption, InvalidInput), match=f"option '{kind}'.*no-such-thing"):
+        PublishOptions.of(**wanted).resolved()
+
+
+def test_wrong_password_is_said_without_it(cluster: Cluster) -> None:
+    canary = f"canary-{os.getpid()}"
+    for wanted in ({"stream": "a"}, {"queue": "a", "amqpUri": amqp_uri(cluster)}):
+        options = PublishOptions.of(**wanted, uri=stream_uri(cluster), password=canary)
+        with pytest.raises(WarrenError) as caught:
+            options.resolved()
+        assert canary not in str(caught.value)
+        assert canary not in repr(caught.value)
