@@ -158,7 +158,7 @@ def in_memory(schema: StructType) -> type[DataSource]:
         def partitions(self) -> list[InputPartition]:
             return [InputPartition(number) for number in range(PARTITIONS)]
 
-        def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:  # type: ignore[override]
+        def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
             from pyspark.sql.pandas.types import to_arrow_schema
 
             wanted = to_arrow_schema(schema, timezone="UTC")

@@ -9,7 +9,7 @@ asked for
 * in a *round*, after news: a push from the broker, a suspicion (a node answered "not leader", a
   connection was lost), a lost locator, an answer that names no leader or no replicas yet. A round
   waits `coalesce` for more news; the gap between rounds doubles while news go on. So a node that
-  led a thousand streams costs a few queries, and a suspicion repeated for ever one each two seconds.
+  led a thousand streams costs a few queries, and a suspicion that never ends one in two seconds.
 
 One query is under way at a time, and whoever wants one of its names waits for its answer. News that
 come meanwhile may be younger than the answer, so they ask again. After a failure nothing is asked

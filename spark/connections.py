@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from sharding.errors import Unreachable
@@ -16,11 +15,31 @@ if TYPE_CHECKING:
     from sharding.stream.environment import StreamEnvironment
 
 
-@contextmanager
-def environment(options: ConnectOptions) -> Iterator[StreamEnvironment]:
-    """The environment for `options`; an error that leaves the block holds no secret."""
-    with without_secrets(options.credentials), _kept.lend(options) as found:
-        yield found
+class environment:  # noqa: N801  # used as a statement: with environment(options) as streams:
+    """The environment for `options`, for the time of a block.
+
+    An error that leaves the block holds no secret. One of Warren's own leaves it without the
+    traceback of Warren's insides: Spark shows users the whole of it, on top of the message.
+    """
+
+    def __init__(self, options: ConnectOptions) -> None:
+        self._credentials = options.credentials
+        self._lent = _kept.lend(options)
+
+    def __enter__(self) -> StreamEnvironment:
+        with without_secrets(self._credentials):
+            return self._lent.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._lent.__exit__(kind, error, traceback)
+        with without_secrets(self._credentials):
+            if error is not None:
+                raise error
 
 
 def _connect(options: ConnectOptions) -> StreamEnvironment:

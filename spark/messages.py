@@ -6,8 +6,8 @@ there is no message that would say "null" to other clients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -74,7 +74,7 @@ class Messages:
 class RowCount:
     """How many rows of a task were taken so far, to say where a bad one is."""
 
-    rows: int = field(default=0)
+    rows: int = 0
 
 
 def of_batch(
@@ -98,22 +98,25 @@ def of_rows(
     columns: MessageColumns,
     *,
     key_needed: bool,
+    needed: Collection[str] = (),
     at_once: int = 1_000,
 ) -> Iterator[Messages]:
     """Rows of any kind, `at_once` of them as one.
 
-    * a `Row` or a mapping: by the names of the columns;
+    * a `Row` or a mapping: by the names of the columns; those in `needed` must be there;
     * a pair: key and body;
     * bytes or text: the body alone.
     """
     rows = iter(rows)
     count = RowCount()
     while part := list(islice(rows, at_once)):
-        parts = [_parts(row, columns, count.rows + at) for at, row in enumerate(part)]
+        parts = [_parts(row, columns, needed, count.rows + at) for at, row in enumerate(part)]
         keys, bodies, properties, headers, filters = zip(*parts, strict=True)
         messages = Messages(
-            bodies=[body.encode() if isinstance(body, str) else body for body in bodies],
-            keys=_unless_all_null(keys),
+            bodies=[
+                body.encode() if isinstance(body, str) else _immutable(body) for body in bodies
+            ],
+            keys=_unless_all_null(list(map(_immutable, keys))),
             properties=_unless_all_null(properties),
             headers=_headers(_unless_all_null(headers)),
             filters=None if columns.filter is None else filters,
@@ -129,7 +132,10 @@ def stream_properties(fields: Fields) -> Properties:
         name: in_utc(value) if isinstance(value, datetime) else value
         for name, value in fields.items()
     }
-    return Properties(**named)
+    try:
+        return Properties(**named)
+    except TypeError:
+        raise InvalidInput("properties", "must be named as AMQP's are", sorted(fields)) from None
 
 
 def in_utc(moment: datetime) -> datetime:
@@ -137,7 +143,7 @@ def in_utc(moment: datetime) -> datetime:
 
 
 def _parts(
-    row: object, columns: MessageColumns, number: int
+    row: object, columns: MessageColumns, needed: Collection[str], number: int
 ) -> tuple[Any, Any, Fields | None, Any, Any]:
     if type(row) is tuple and len(row) == 2:
         return (*row, None, None, None)
@@ -145,8 +151,9 @@ def _parts(
     if names is not None:
         row = dict(zip(names, row, strict=True))  # type: ignore[call-overload]
     if isinstance(row, Mapping):
-        if columns.value not in row:
-            raise InvalidInput(f"row {number}", f"must have {columns.value!r}", sorted(row))
+        for name in (columns.value, *needed):
+            if name not in row:
+                raise InvalidInput(f"row {number}", f"must have {name!r}", sorted(row))
         properties: Any = row.get(columns.properties)
         return (
             row.get(columns.key),
@@ -159,6 +166,11 @@ def _parts(
         return None, row, None, None, None
     rule = "must be a Row or mapping, a pair of key and body, or a body"
     raise InvalidInput(f"row {number}", rule, type(row).__name__)
+
+
+def _immutable(value: Any) -> Any:
+    """Spark gives binary columns as bytearray where it is told to."""
+    return bytes(value) if isinstance(value, bytearray | memoryview) else value
 
 
 def _check(

@@ -11,7 +11,8 @@ A checkpoint's offset is the next offset to read of every stream. Rules:
    place in the checkpoint and not a moment that each restart moves.
 3. A stream that is no longer there and had been read to its end is forgotten. With rows that were
    not read, and also where that can't be known, it is a loss.
-4. A stream that ends before the place to go on at was deleted and made anew: a loss.
+4. A stream that ends before the place to go on at was deleted and made anew: a loss. But an empty
+   one may only have been emptied by retention: it is waited for.
 5. Losses fail the query, or, where they are allowed, are passed over: the stream goes on at its
    first message.
 """
@@ -105,7 +106,7 @@ def plan(start: Offsets, extents: Mapping[str, Extent], *, fail_on_data_loss: bo
         begin = start.next.get(stream)
         if begin is None:
             begin = began[stream] = extent.first
-        elif begin > extent.end:
+        elif begin > extent.end > 0:
             if fail_on_data_loss:
                 raise StreamGone(
                     f"{stream!r} ends at offset {extent.end}, but was read up to {begin} before: "

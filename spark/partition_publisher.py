@@ -45,8 +45,8 @@ class PublishOptions:
         return replace(self, target=resolve(self.connect, self.write))
 
 
-def publish_partition(rows: Iterable[object], options: PublishOptions) -> int:
-    """Publish `rows` and wait until all are stored; how many there were."""
+def publish_partition(rows: Iterable[object], options: PublishOptions) -> None:
+    """Publish `rows` and wait until all are stored."""
     write = options.write
     names = write.columns
     columns = MessageColumns(
@@ -56,7 +56,14 @@ def publish_partition(rows: Iterable[object], options: PublishOptions) -> int:
         headers=names.headers or "headers",
         filter=names.filter,
     )
+    asked_for = (names.key, names.properties, names.headers, names.filter)
+    parts = of_rows(
+        rows,
+        columns,
+        key_needed=write.kind != "stream",
+        needed=[name for name in asked_for if name is not None],
+    )
     with sender_to(options.connect, write, options.target) as sender:
-        for messages in of_rows(rows, columns, key_needed=write.kind != "stream"):
+        for messages in parts:
             sender.send(messages)
-        return sender.finish()
+        sender.finish()

@@ -134,7 +134,10 @@ def basic_properties(properties: Fields | None, headers: Fields | None) -> pika.
     if isinstance(user, bytes | bytearray):
         named["user_id"] = user.decode()
     named.setdefault("delivery_mode", PERSISTENT)
-    return pika.BasicProperties(headers=dict(headers) if headers else None, **named)
+    try:
+        return pika.BasicProperties(headers=dict(headers) if headers else None, **named)
+    except TypeError:
+        raise InvalidInput("properties", "must be named as AMQP's are", sorted(named)) from None
 
 
 def _connect(key: PublisherKey) -> Link:

@@ -109,8 +109,11 @@ class ResolveOffsetSpec(Request[ResolvedOffsetAnswer]):
         return self.stream
 
     def body(self) -> bytes:
-        properties = wire.string_map("properties", self.properties) if self.properties else b""
-        return wire.string("stream", self.stream) + wire.offset_spec(self.offset) + properties
+        return (
+            wire.string("stream", self.stream)
+            + wire.offset_spec(self.offset)
+            + wire.string_map("properties", self.properties)
+        )
 
     def answer(self, body: Reader) -> ResolvedOffsetAnswer:
         return ResolvedOffsetAnswer.read(body)

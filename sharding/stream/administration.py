@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from sharding.errors import InvalidInput
 from sharding.route_cache import RouteCache
@@ -14,7 +14,7 @@ from sharding.stream.admin_requests import (
     DeleteSuperStream,
     StreamStats,
 )
-from sharding.stream.answers import Answer, StatsAnswer
+from sharding.stream.answers import Answer
 from sharding.stream.errors import StreamExists, StreamNotFound
 from sharding.stream.protocol import Key
 from sharding.stream.requests import Request
@@ -23,12 +23,13 @@ from sharding.stream.super_streams import SuperStreamsOverAmqp
 
 _COMMAND_SINCE = (3, 13)
 _STATS_SINCE = (3, 11)
+A = TypeVar("A", bound=Answer)
 
 
 class Calls(Protocol):
     """A connection to any node, whichever answers."""
 
-    def call(self, request: Request, timeout: float) -> Answer: ...
+    def call(self, request: Request[A], timeout: float) -> A: ...
 
     @property
     def server_version(self) -> tuple[int, ...]: ...
@@ -77,7 +78,9 @@ class Administration:
         streams = [f"{name}-{key}" for key in keys]
         try:
             if self._calls.server_version >= _COMMAND_SINCE:
-                request = CreateSuperStream(name, streams, keys, arguments.over_streams())
+                request = CreateSuperStream(
+                    name, tuple(streams), tuple(keys), arguments.over_streams()
+                )
                 self._calls.call(request, self._timeout)
             else:
                 self._over_amqp.create(name, streams, keys, arguments)
@@ -106,9 +109,7 @@ class Administration:
             raise InvalidInput(
                 "broker", f"must be 3.11 or later for {Key.STREAM_STATS.name}", found
             )
-        answer = self._calls.call(StreamStats(name), self._timeout)
-        assert isinstance(answer, StatsAnswer)
-        return answer.stats
+        return dict(self._calls.call(StreamStats(name), self._timeout).stats)
 
 
 def check_name(what: str, name: str) -> None:

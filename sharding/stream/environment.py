@@ -104,11 +104,15 @@ class StreamEnvironment:
     @property
     def counters(self) -> Mapping[str, int]:
         """What the routes and the connections have been doing, by name."""
-        parts = {"routes": self._routes, "pool": self._pool, "locator": self._locator}
+        parts = {
+            "routes": self._routes.counters,
+            "pool": self._pool.counters,
+            "locator": self._locator.counters,
+        }
         return {
             f"{part}.{name}": count
-            for part, counted in parts.items()
-            for name, count in counted.counters.items()
+            for part, counters in parts.items()
+            for name, count in counters.items()
         }
 
     # Administration

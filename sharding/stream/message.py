@@ -8,8 +8,8 @@ What `body` holds:
 
 * one or more data sections: their bytes, joined;
 * an amqp-value section with a binary, a string or a symbol: its bytes, of texts in UTF-8;
-* any other amqp-value section, and amqp-sequence sections: the sections as they are written, which
-  is also what RabbitMQ gives to its AMQP 0-9-1 consumers. `value` holds them decoded.
+* any other amqp-value section, and amqp-sequence sections: the sections as they are written.
+  `value` holds them decoded.
 
 The key of a message is its annotation `x-routing-key`: there RabbitMQ itself puts the routing key
 of what was published over AMQP 0-9-1, and there Warren's producers put theirs.

@@ -88,7 +88,7 @@ class DeclarePublisher(PlainRequest):
         return self.stream
 
     def body(self) -> bytes:
-        # No reference is written as an empty one: 3.10 has no null here.
+        # No reference is written as an empty one: brokers close the connection on null here.
         return (
             wire.unsigned("publisher_id", self.publisher_id, U8)
             + wire.reference(self.reference or "")
@@ -136,14 +136,12 @@ class Subscribe(PlainRequest):
         return self.stream
 
     def body(self) -> bytes:
-        # 3.10 takes no empty map of properties here, newer brokers take none at all as well.
-        properties = wire.string_map("properties", self.properties) if self.properties else b""
         return (
             wire.unsigned("subscription_id", self.subscription_id, U8)
             + wire.string("stream", self.stream)
             + wire.offset_spec(self.offset)
             + wire.unsigned("credit", self.credit, U16)
-            + properties
+            + wire.string_map("properties", self.properties)
         )
 
 

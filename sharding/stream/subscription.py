@@ -35,16 +35,14 @@ from sharding.stream.errors import (
     AccessRefused,
     NoAnswerInTime,
     NodeNotReached,
-    NotSupported,
     ProtocolError,
     StreamNotFound,
 )
 from sharding.stream.inbox import Inbox, Lane, Taken
-from sharding.stream.offset_store import stored_offset
 from sharding.stream.placement import consumer_candidates
-from sharding.stream.probe import first_and_last
-from sharding.stream.protocol import NEXT, Broker, Key, OffsetSpec, OffsetType
+from sharding.stream.protocol import NEXT, Broker, OffsetSpec
 from sharding.stream.requests import Subscribe, Unsubscribe, credit_frame
+from sharding.stream.starting import check_abilities, start_offset
 
 logger = logging.getLogger("warren.stream.consumer")
 
@@ -197,11 +195,13 @@ class Subscription:
 
     def _begin(self, link: _Link, deadline: float) -> None:
         client, options = link.client, self._options
-        self._check_abilities(client)
+        check_abilities(client, options)
         if self._activity_of is not None:
             self._activity_of.begin(client, self._left(deadline))
         elif self.lane.position is None:
-            self._find_start(client, deadline)
+            start = start_offset(client, self.stream, options, self._left(deadline))
+            if start is not None:
+                self._inbox.place(self.lane, start)
         position = self._inbox.listen(self.lane, link)
         spec = offset_spec(options.offset) if position is None else OffsetSpec.at(position)
         link.asked = True
@@ -209,35 +209,6 @@ class Subscription:
             Subscribe(link.number, self.stream, spec, options.credits, self._properties),
             timeout=self._left(deadline),
         )
-
-    def _find_start(self, client: StreamClient, deadline: float) -> None:
-        """Turn where to begin into an offset, where that is possible.
-
-        "next" and "last" mean another place at every moment: were they sent as they are, what is
-        stored while a first connection is lost would be skipped.
-        """
-        spec = offset_spec(self._options.offset)
-        if self._options.name is not None:
-            stored = stored_offset(client, self._options.name, self.stream, self._left(deadline))
-            if stored is not None:
-                self._inbox.place(self.lane, stored + 1)
-                return
-        if spec.kind is OffsetType.OFFSET:
-            self._inbox.place(self.lane, spec.value)
-        elif spec.kind in (OffsetType.NEXT, OffsetType.LAST):
-            ends = first_and_last(client, self.stream, self._left(deadline), self._access.clock)
-            if ends is None:
-                self._inbox.place(self.lane, 0)
-            else:
-                is_next = spec.kind is OffsetType.NEXT
-                self._inbox.place(self.lane, ends.last + 1 if is_next else ends.last_chunk)
-
-    def _check_abilities(self, client: StreamClient) -> None:
-        version = ".".join(map(str, client.server_version))
-        if self._options.single_active and not client.supports(Key.CONSUMER_UPDATE):
-            raise NotSupported(f"single_active needs RabbitMQ 3.11 or later, not {version}")
-        if self._options.filter_values and not client.supports(Key.PUBLISH, 2):
-            raise NotSupported(f"filter_values need RabbitMQ 3.13 or later, not {version}")
 
     def _leave(self, link: _Link, deadline: float) -> None:
         """Give up a link's id and its share of the connection."""
@@ -281,7 +252,7 @@ class Subscription:
         self._access.later.schedule(pause, self._recover)
 
     def _next_pause(self) -> float:
-        longest = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**self._attempts)
+        longest = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**self._attempts)
         self._attempts = min(self._attempts + 1, 10)
         return longest * self._access.rng.uniform(0.5, 1)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ORDERS = Orders(keys=100, of_each=200)
 ROWS_PER_BATCH = 5_000
 RUN_TIMEOUT = 240.0
-SHAPES = itertools.cycle(
+SHAPES: Iterator[dict[str, Any]] = itertools.cycle(
     [
         {"cores": "local[2,8]", "shuffled_into": 3, "tasks": 3, "read_partitions": 1},
         {"cores": "local[1,8]", "shuffled_into": 2, "tasks": 1, "read_partitions": 5},

@@ -302,11 +302,11 @@ def test_filters_leave_out_chunks(environment: StreamEnvironment) -> None:
                 producer.flush(timeout=10).raise_for_failures()
             producer.send(b"none")
             producer.flush(timeout=10).raise_for_failures()
-        wanted = {"filter_values": ("be",), "offset": "first"}
-        with environment.consumer(stream, **wanted) as consumer:
+        wanted = ConsumerOptions(filter_values=("be",), offset="first")
+        with environment.consumer(stream, wanted) as consumer:
             found = [message.body for message in consumer.messages(timeout=1)]
         assert found.count(b"be") == 200
         assert b"none" not in found
         assert len(found) < 401, "chunks without the value were not sent"
-        with environment.consumer(stream, match_unfiltered=True, **wanted) as consumer:
+        with environment.consumer(stream, wanted, match_unfiltered=True) as consumer:
             assert b"none" in [message.body for message in consumer.messages(timeout=1)]

@@ -69,7 +69,8 @@ over_amqp_0_9_1 = st.builds(  # as RabbitMQ 4 stores what was published over AMQ
     ),
 )
 amqp_value = st.just(b"\x00\x53\x77\xa1\x02hi") | st.just(b"\x00\x53\x77\x41")
-one_message = plain | keyed | rich | amqp_value | over_amqp_0_9_1
+two_sections = st.builds(bytes.__add__, plain, plain)
+one_message = plain | two_sections | keyed | rich | amqp_value | over_amqp_0_9_1
 rows_of_messages = (
     st.lists(plain, min_size=1, max_size=8)
     | st.lists(keyed, min_size=1, max_size=8)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.streaming import DataStreamReader
 
 from sharding.stream.consumer_options import ConsumerOptions
 from sharding.stream.environment import StreamEnvironment
@@ -30,8 +29,7 @@ def load(session: SparkSession, cluster: Cluster, **options: str) -> DataFrame:
 def follow(session: SparkSession, cluster: Cluster, **options: str) -> DataFrame:
     """A streaming source."""
     options = {"uri": stream_uri(cluster), **options}
-    reader: DataStreamReader = session.readStream.format("warren").options(**options)
-    return reader.load()
+    return session.readStream.format("warren").options(**options).load()
 
 
 def send(environment: StreamEnvironment, name: str, bodies: Sequence[bytes], **how: Any) -> None:
@@ -81,15 +79,15 @@ def last_offset(folder: Path) -> dict[str, Any]:
 def truncated_stream(environment: StreamEnvironment) -> Iterator[tuple[str, int]]:
     """A stream whose retention has deleted its beginning, and the first offset that is left."""
     name = f"truncated-{secrets.token_hex(4)}"
-    limits = StreamArguments(max_length_bytes=2_000_000, max_segment_bytes=500_000)
+    limits = StreamArguments(max_length_bytes=200_000, max_segment_bytes=100_000)
     environment.create_stream(name, limits)
     try:
-        send(environment, name, [b"x" * 1_000] * 6_000)
-        # Retention runs when a segment is full, on each member by itself.
+        # Retention runs when a segment is full, on each member by itself. Little is sent at once:
+        # the leader must not delete what its replicas do not have yet.
         settled: list[int] = []
 
         def has_settled() -> bool:
-            send(environment, name, [b"x" * 1_000] * 100)
+            send(environment, name, [b"x" * 1_000] * 50)
             ends = environment.offsets(name)
             settled.append(ends.first if ends is not None else 0)
             return settled[-1] > 0

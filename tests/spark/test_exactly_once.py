@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyspark.errors import PySparkException
@@ -59,7 +60,7 @@ def test_batch_that_is_run_again_in_another_order_and_other_tasks_is_stored_once
     rows = rows_of(session, cluster, source)
     uri = stream_uri(cluster)
     with super_stream(environment, partitions=4) as target:
-        how = {"superStream": target, "uri": uri, "order_by": ["offset"]}
+        how: dict[str, Any] = {"superStream": target, "uri": uri, "order_by": ["offset"]}
         run(exactly_once(rows.repartition(3, "value"), **how), tmp_path / "c")
         assert undo_last_commit(tmp_path / "c") >= 2
         run(exactly_once(rows.repartition(2, "offset"), **how, tasks=2), tmp_path / "c")
@@ -96,7 +97,11 @@ def test_checkpoint_that_was_set_back_is_refused_instead_of_losing_rows(
 ) -> None:
     rows = rows_of(session, cluster, source)
     with one_stream(environment) as target:
-        how = {"stream": target, "uri": stream_uri(cluster), "order_by": ["partition", "offset"]}
+        how: dict[str, Any] = {
+            "stream": target,
+            "uri": stream_uri(cluster),
+            "order_by": ["partition", "offset"],
+        }
         run(exactly_once(rows, **how), tmp_path / "c")
         for folder in ("commits", "offsets"):
             for each in (tmp_path / "c" / folder).iterdir():

@@ -50,7 +50,7 @@ def test_every_row_is_stored_in_the_partition_of_its_key_in_order(
     orders = Orders(keys=50, of_each=100)
     with super_stream(environment) as name:
         options = PublishOptions.of(superStream=name, uri=stream_uri(cluster)).resolved()
-        assert publish_partition(orders, options) == len(orders)
+        publish_partition(orders, options)
         stored = stored_in(environment, environment.partitions(name))
     assert orders.lost_and_twice(stored) == (0, 0)
     orders.assert_in_order(stored)
@@ -61,7 +61,7 @@ def test_rows_without_a_key_go_to_a_stream(
 ) -> None:
     with one_stream(environment) as name:
         options = PublishOptions.of(stream=name, uri=stream_uri(cluster))
-        assert publish_partition([b"a", "b", ("k", b"c")], options) == 3
+        publish_partition([b"a", "b", ("k", b"c")], options)
         assert stored_in(environment, [name])[name] == [
             StoredRow(None, b"a"),
             StoredRow(None, b"b"),
@@ -72,7 +72,7 @@ def test_rows_without_a_key_go_to_a_stream(
 def test_every_row_is_in_a_shard_of_the_queue(cluster: Cluster, sharded_queue: str) -> None:
     orders = Orders(keys=20, of_each=50)
     options = PublishOptions.of(queue=sharded_queue, amqpUri=amqp_uri(cluster)).resolved()
-    assert publish_partition(orders, options) == len(orders)
+    publish_partition(orders, options)
     taken = drain(cluster.nodes[0], shards_in_broker(cluster, sharded_queue))
     assert sorted((key, body) for _, key, body in taken) == sorted(orders)
 
@@ -87,7 +87,7 @@ def test_headers_and_properties_reach_the_consumer_of_a_queue(
         "headers": {"region": "eu"},
         "properties": {"message_id": "m", "content_type": "text/plain"},
     }
-    assert publish_partition([row], options) == 1
+    publish_partition([row], options)
     with raw_channel(cluster.nodes[0]) as channel:
         found: list[pika.BasicProperties] = []
         for queue in shards_in_broker(cluster, sharded_queue):
@@ -107,7 +107,7 @@ def test_bad_row_fails_the_partition_and_what_was_before_it_is_kept(
         with pytest.raises(InvalidInput, match="row 1 of the task: 'value' must be bytes"):
             publish_partition([("k", b"a"), ("k", None)], options)
         # The connections are as good as before.
-        assert publish_partition([("k", b"a")], options) == 1
+        publish_partition([("k", b"a")], options)
 
 
 @pytest.mark.parametrize("kind", ["stream", "superStream", "queue"])

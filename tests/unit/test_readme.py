@@ -11,13 +11,14 @@ import pytest
 
 from tests.machine import PROJECT
 
-# The first example needs a broker; tests/integration/test_examples.py runs its like.
+# Those that need a broker have their like in tests/integration/test_examples.py.
+NEEDS_A_BROKER = ("BlockingConnection", "StreamEnvironment", "spark")
 EXAMPLES = [
     example
     for example in re.findall(
         r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL
     )
-    if "BlockingConnection" not in example
+    if not any(name in example for name in NEEDS_A_BROKER)
 ]
 PROMISED = re.compile(r"^print\(.*\)\n# (?P<output>.*)$", re.MULTILINE)
 

@@ -103,6 +103,7 @@ def test_time_without_a_zone_is_taken_as_utc() -> None:
         {"key": "k", "value": b"v"},
         {"key": "k", "value": "v", "other": 1},
         FakeRow(("k", b"v")),
+        FakeRow(("k", bytearray(b"v"))),
     ],
 )
 def test_rows_of_every_kind_give_the_same_message(row: object) -> None:
@@ -138,3 +139,15 @@ def test_row_that_is_none_of_them_is_refused_by_its_number() -> None:
             list(of_rows([("k", b"v"), row], COLUMNS, key_needed=True))
     with pytest.raises(InvalidInput, match="row 0: must have 'value'"):
         list(of_rows([{"key": "k"}], COLUMNS, key_needed=True))
+
+
+def test_column_that_was_asked_for_must_be_in_every_row() -> None:
+    """A slip in keyColumn would else store rows of a stream without their keys."""
+    with pytest.raises(InvalidInput, match="row 0: must have 'key'"):
+        list(of_rows([{"kee": "k", "value": "v"}], COLUMNS, key_needed=False, needed=["key"]))
+
+
+def test_property_that_amqp_does_not_have_is_refused() -> None:
+    messages = Messages([b"a"], properties=[{"colour": "red"}])
+    with pytest.raises(InvalidInput, match="properties: must be named as AMQP's are"):
+        messages.encoded()

@@ -89,6 +89,11 @@ def test_a_stream_that_was_made_anew_is_a_loss() -> None:
     assert end.next == {"a": 10}
 
 
+def test_a_stream_that_is_empty_now_is_waited_for() -> None:
+    start = Offsets({"a": 50})
+    assert plan(start, {"a": Extent()}, fail_on_data_loss=True).up_to(None) is start
+
+
 def test_where_a_loss_is_allowed_reading_goes_on_at_what_is_left() -> None:
     start, extents = Offsets({"a": 5}), {"a": Extent(8, 10)}
     strict = plan(start, extents, fail_on_data_loss=True).up_to(None)

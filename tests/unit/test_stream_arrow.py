@@ -172,6 +172,59 @@ def test_bodies_that_look_like_messages_are_bodies() -> None:
     assert batch["body"].to_pylist() == bodies
 
 
+VALUE = b"\x00\x53\x77\xa1\x03abc"  # as long as a data section of three bytes
+
+
+@pytest.mark.parametrize(
+    ("messages", "bodies"),
+    [
+        ([encode_data(b"abc"), VALUE, encode_data(b"def")], [b"abc", b"abc", b"def"]),
+        ([encode_data(b"abc"), encode_data(b"de"), encode_data(b"fghi")], [b"abc", b"de", b"fghi"]),
+        ([encode_data(b"ab") * 2, encode_data(b"cde")], [b"abab", b"cde"]),
+        ([encode_data(b""), encode_data(b"") * 2], [b"", b""]),
+        ([encode_message(b"ab", key="k") + encode_data(b"c")] * 2, [b"abc", b"abc"]),
+        ([b"\x00\x53\x70\x45" + encode_data(b"ab") * 2, VALUE], [b"abab", b"abc"]),
+    ],
+)
+def test_what_looks_like_another_layout_is_not_taken_for_it(
+    messages: list[bytes], bodies: list[bytes]
+) -> None:
+    for columns in (ALL, Columns()):
+        assert read([chunk(messages)], columns)["body"].to_pylist() == bodies
+        assert read([chunk([SubBatch(messages)])], columns)["body"].to_pylist() == bodies
+
+
+KEYED_ONE = encode_message(b"body", key="key")
+HEADER = b"\x00\x53\x70\x45"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        encode_data(b"abc")[:-1],
+        encode_data(b"abc") + b"\x00",
+        encode_data(bytes(300))[:-1],
+        KEYED_ONE[:-1],
+        KEYED_ONE.replace(b"\x02\xa3", b"\x04\xa3"),  # four values in the map of annotations
+        KEYED_ONE.replace(b"\xc1", b"\xc0"),  # a list of annotations
+        KEYED_ONE.replace(b"\x15\x02", b"\x16\x02"),  # a larger map
+        KEYED_ONE.replace(b"\xa1\x03", b"\xa1\x04"),  # a longer key
+        HEADER * 2 + KEYED_ONE,
+        KEYED_ONE[:26] + HEADER + encode_data(b"body"),  # a header after annotations
+        HEADER + KEYED_ONE.replace(b"\xa1\x03", b"\xa1\x04"),
+        HEADER + KEYED_ONE.replace(b"\x02\xa3", b"\x04\xa3"),
+        HEADER + KEYED_ONE.replace(b"\x02\xa3", b"\x01\xa3"),
+        HEADER + KEYED_ONE.replace(b"\x15\x02", b"\xff\x02"),
+        HEADER + KEYED_ONE.replace(b"\xa1\x03", b"\x3f\x03"),  # a value of an unknown type
+        FROM_4_0.replace(b"\x2e\x04", b"\x2e\x02"),  # annotations after the last one
+    ],
+)
+def test_malformed_messages_are_refused_in_every_layout(message: bytes) -> None:
+    for beside in ([], [encode_data(b"plain")], [KEYED_ONE]):
+        with pytest.raises(ProtocolError):
+            read([chunk([*beside, message])], Columns(key=True))
+
+
 def test_raw_messages_are_not_looked_into() -> None:
     raw = [b"", b"hello", b"\x00\x53", b"\xff" * 300]
     batch = read([chunk([*raw, SubBatch(raw, Compression.LZ4)])], Columns(raw=True))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
-from sharding.stream import outgoing
 from sharding.stream.admin_requests import Create, StreamStats
 from sharding.stream.client import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.errors import (
@@ -26,43 +23,7 @@ from sharding.stream.protocol import Broker, Code, Key, OffsetSpec
 from sharding.stream.requests import QueryOffset, activity_answer_frame, credit_frame
 from tests.fake_broker import FakeBroker, Peer
 from tests.stream_frames import CHUNK, CLOSE, PUSHED, answer, frame
-
-PATIENCE = 5.0
-
-
-class Recorder:
-    """A handler that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-        self.changed = threading.Condition()
-        self.answer = OffsetSpec.at(42)
-
-    def _tell(self, what: object) -> None:
-        with self.changed:
-            self.told.append(what)
-            self.changed.notify_all()
-
-    def on_confirms(self, publishing_ids: Sequence[int]) -> None:
-        self._tell(("confirms", publishing_ids))
-
-    def on_refusals(self, refusals: Sequence[tuple[int, int]]) -> None:
-        self._tell(("refusals", refusals))
-
-    def on_chunk(self, chunk: memoryview) -> None:
-        self._tell(("chunk", bytes(chunk)))
-
-    def on_activity(self, active: bool) -> OffsetSpec:
-        self._tell(("activity", active))
-        return self.answer
-
-    def on_lost(self, reason: Exception) -> None:
-        self._tell(reason)
-
-    def wait_for(self, count: int) -> list[Any]:
-        with self.changed:
-            assert self.changed.wait_for(lambda: len(self.told) >= count, PATIENCE), self.told
-            return list(self.told)
+from tests.stream_recorder import PATIENCE, Recorder, attached
 
 
 @pytest.fixture
@@ -79,20 +40,6 @@ def connected(broker: FakeBroker) -> Iterator[Connected]:
     client = connect(broker.address, ConnectOptions(request_timeout=PATIENCE))
     yield client, broker.peer
     client.close(0)
-
-
-def attached(client: StreamClient, stream: str = "invoices-0") -> tuple[Recorder, Recorder]:
-    """A publisher with id 4 and a subscription with id 3, as in the frames of the tests."""
-    publisher, subscriber = Recorder(), Recorder()
-    fillers = [client.attach_publisher(Recorder(), "other") for _ in range(4)]
-    assert client.attach_publisher(publisher, stream) == 4
-    others = [client.attach_subscriber(Recorder(), "other") for _ in range(3)]
-    assert client.attach_subscriber(subscriber, stream) == 3
-    for number in fillers:
-        client.detach_publisher(number)
-    for number in others:
-        client.detach_subscriber(number)
-    return publisher, subscriber
 
 
 def test_a_connection_knows_the_node_it_has_reached(
@@ -214,7 +161,7 @@ def test_a_stream_that_leaves_the_node_is_told_to_its_handlers_and_to_nobody_els
 ) -> None:
     client, peer = connected
     updates = Recorder()
-    client.on_metadata_update = lambda stream, code: updates._tell((stream, code))
+    client.on_metadata_update = lambda stream, code: updates.tell((stream, code))
     publisher, subscriber = attached(client)
     other = Recorder()
     client.attach_publisher(other, "another")
@@ -315,113 +262,6 @@ def test_an_id_is_used_again_as_late_as_can_be(connected: Connected) -> None:
     first = client.attach_subscriber(Recorder(), "s")
     client.detach_subscriber(first)
     assert client.attach_subscriber(Recorder(), "s") != first
-
-
-def test_a_silent_peer_is_dead_after_two_heartbeats(broker: FakeBroker) -> None:
-    client = connect(broker.address, ConnectOptions(heartbeat=1))
-    recorder = Recorder()
-    client.attach_publisher(recorder, "s")
-    began = time.monotonic()
-    (reason,) = recorder.wait_for(1)
-    assert 1.8 < time.monotonic() - began < 4
-    assert "silent for 2 s" in str(reason)
-    # Meanwhile the peer was sent heartbeats.
-    assert broker.peer.drain().count(frame(Key.HEARTBEAT, b"")) >= 2
-    client.close()
-
-
-def test_a_peer_that_sends_heartbeats_lives(broker: FakeBroker) -> None:
-    client = connect(broker.address, ConnectOptions(heartbeat=1))
-    peer = broker.peer
-    until = time.monotonic() + 2.3  # more than two heartbeats
-    while time.monotonic() < until:
-        peer.send(frame(Key.HEARTBEAT, b""))
-        peer.next_frame_with(Key.HEARTBEAT)  # comes every half second
-    assert not client.closed
-    client.close(0)
-
-
-def test_a_peer_that_takes_nothing_is_given_up_in_time(connected: Connected) -> None:
-    client, _ = connected
-    recorder = Recorder()
-    client.attach_publisher(recorder, "s")
-    large = bytes(16 * 1024 * 1024)
-    began = time.monotonic()
-    with pytest.raises(ConnectionLost, match="only in part"):
-        client.send(large, large, timeout=0.3)
-    assert time.monotonic() - began < 3
-    assert isinstance(recorder.wait_for(1)[0], ConnectionLost)
-
-
-def test_the_reader_answers_while_another_thread_waits_to_write(connected: Connected) -> None:
-    """A broker that waits for us to read, while we wait for it to read, must not hang us both."""
-    client, peer = connected
-    publisher, _ = attached(client)
-    large = frame(Key.PUBLISH, bytes(16 * 1024 * 1024))
-    with ThreadPoolExecutor(1) as threads:
-        writing = threads.submit(client.send, large, timeout=PATIENCE)
-        peer.receive(1)  # it has begun, and the rest does not fit the socket's buffers
-        peer.send(PUSHED[5] + PUSHED[0])  # the first wants an answer from the reading thread
-        publisher.wait_for(1)  # and it still reads
-        rest = peer.receive(len(large) - 1)
-        assert rest == large[1:]
-        assert peer.next_frame() == (
-            0x8000 | Key.CONSUMER_UPDATE,
-            activity_answer_frame(99, OffsetSpec.at(42))[8:],
-        )
-        writing.result(PATIENCE)
-    assert not client.closed
-
-
-def test_a_peer_that_asks_and_takes_no_answers_is_given_up(
-    connected: Connected, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client, peer = connected
-    monkeypatch.setattr(outgoing, "MOST_POSTED", 10)
-    publisher, _ = attached(client)
-    with ThreadPoolExecutor(1) as threads:
-        writing = threads.submit(client.send, bytes(16 * 1024 * 1024), timeout=PATIENCE)
-        peer.receive(1)
-        peer.send(PUSHED[5] * 11)
-        assert "took none of 10 answers" in str(publisher.wait_for(1)[0])
-        with pytest.raises(ConnectionLost):
-            writing.result(PATIENCE)
-
-
-def test_a_handler_may_send_but_not_call(connected: Connected) -> None:
-    client, peer = connected
-    outcomes: list[Exception] = []
-
-    class Caller(Recorder):
-        def on_chunk(self, chunk: memoryview) -> None:
-            client.send(credit_frame(3, 1))
-            try:
-                client.call(Create("s"))
-            except Exception as error:
-                outcomes.append(error)
-            super().on_chunk(chunk)
-
-    attached(client)
-    client.detach_subscriber(3)
-    caller = Caller()
-    numbers = []
-    while 3 not in numbers:
-        numbers.append(client.attach_subscriber(caller, "s"))
-    peer.send(PUSHED[2])
-    assert peer.next_frame_with(Key.CREDIT) == credit_frame(3, 1)[8:]
-    caller.wait_for(1)
-    assert "never be read" in str(outcomes[0])
-
-
-def test_frames_of_many_threads_are_never_mixed(connected: Connected) -> None:
-    client, peer = connected
-    frames = [frame(Key.PUBLISH, bytes([number]) * 70_000) for number in range(8)]
-    with ThreadPoolExecutor(8) as threads:
-        for one in frames:
-            for _ in range(5):
-                threads.submit(client.send, one[:8], one[8:30_000], one[30_000:])
-        found = [peer.next_frame_with(Key.PUBLISH) for _ in range(40)]
-    assert sorted(found) == sorted(one[8:] for one in frames for _ in range(5))
 
 
 def test_no_secret_is_shown_by_options() -> None:

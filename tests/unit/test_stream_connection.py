@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import pytest
 
@@ -26,6 +27,7 @@ from sharding.stream.events import (
 )
 from sharding.stream.protocol import FIRST, Key, Limits
 from sharding.stream.requests import Partitions, Route, close_answer_frame
+from sharding.stream.wire import Reader
 from tests.stream_frames import (
     ANSWERED,
     CHUNK,
@@ -94,24 +96,33 @@ def test_route_and_partitions_may_be_answered_without_the_response_bit(responds:
             data[4] &= 0x7F
         (event,) = connection.receive(bytes(data))
         assert isinstance(event, Answered)
-        assert event.answer == request.answer(module.Reader(strings("invoices-0")))
+        assert event.answer == request.answer(Reader(strings("invoices-0")))
 
 
-def test_an_answer_nobody_waits_for_is_a_protocol_error() -> None:
+def test_an_answer_finds_its_request_and_only_once() -> None:
     connection = open_connection()
     correlation_id, _ = connection.request(Create("s"))
-    for wrong in (
-        answer(Key.CREATE, correlation_id + 1),
-        answer(Key.DELETE, correlation_id),
-        frame(Key.CREATE, struct.pack(">I", correlation_id) + OK),  # no response bit
-    ):
-        with pytest.raises(ProtocolError):
-            open_connection().receive(wrong)
     assert connection.receive(answer(Key.CREATE, correlation_id)) == [
         Answered(correlation_id, Create("s"), Answer(1))
     ]
     with pytest.raises(ProtocolError, match="nobody waits"):
         connection.receive(answer(Key.CREATE, correlation_id))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda correlation_id: answer(Key.CREATE, correlation_id + 1),
+        lambda correlation_id: answer(Key.DELETE, correlation_id),
+        lambda correlation_id: frame(Key.CREATE, struct.pack(">I", correlation_id) + OK),
+    ],
+    ids=["another id", "another key", "no response bit"],
+)
+def test_an_answer_nobody_waits_for_is_a_protocol_error(wrong: Callable[[int], bytes]) -> None:
+    connection = open_connection()
+    correlation_id, _ = connection.request(Create("s"))
+    with pytest.raises(ProtocolError):
+        connection.receive(wrong(correlation_id))
 
 
 def test_events_come_before_the_error_and_the_error_stays() -> None:

@@ -200,7 +200,7 @@ def test_whatever_happens_every_offset_is_taken_once_and_in_order(
     sizes: list[int], steps: list[str]
 ) -> None:
     """A broker with these chunks, which a new source reads from the chunk with its position."""
-    ranges = []
+    ranges: list[tuple[int, int]] = []
     for size in sizes:
         start = ranges[-1][1] if ranges else 0
         ranges.append((start, start + size))

@@ -47,7 +47,7 @@ def text(value: str) -> str:
         (
             requests.Subscribe(7, "s", OffsetSpec.at(5), 10),
             7,
-            "07" + text("s") + "0004 0000000000000005 000a",
+            "07" + text("s") + "0004 0000000000000005 000a 00000000",
         ),
         (
             requests.Subscribe(7, "s", FIRST, 10, {"a": "b"}),
@@ -81,7 +81,7 @@ def text(value: str) -> str:
             + ("00000001" + text("a") + text("b")),
         ),
         (admin_requests.DeleteSuperStream("s"), 30, text("s")),
-        (admin_requests.ResolveOffsetSpec("s", NEXT), 31, text("s") + "0003"),
+        (admin_requests.ResolveOffsetSpec("s", NEXT), 31, text("s") + "0003 00000000"),
         (
             admin_requests.ResolveOffsetSpec("s", NEXT, {"a": "b"}),
             31,

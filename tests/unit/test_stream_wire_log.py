@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,12 +19,11 @@ from tests.stream_frames import LOGIN, PASSWORD
 
 
 @pytest.fixture
-def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """One that no other test has set up."""
-    fresh = logging.getLogger("warren.wire.test")
-    monkeypatch.setattr(module, "LOGGER", fresh)
-    yield fresh
-    fresh.handlers.clear()
+def logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """One of the test's own, that nobody else finds by its name."""
+    own = logging.Logger("warren.wire")
+    monkeypatch.setattr(module, "LOGGER", own)
+    return own
 
 
 def test_a_whole_connection_is_logged_without_its_password(
@@ -76,7 +74,7 @@ def test_several_connections_share_one_output(logger: logging.Logger) -> None:
 def test_a_frame_in_several_buffers_is_one_and_several_frames_in_one_are_several(
     logger: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, logger.name)
+    logger.addHandler(caplog.handler)
     log = WireLog("peer", logger)
     log.sent([publish_header(1, 1, 100), bytes(60), bytes(40)])
     log.sent([heartbeat_frame() + heartbeat_frame()])
