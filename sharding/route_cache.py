@@ -226,8 +226,10 @@ class RouteCache:
             with self._work:
                 self._state.arm_failed(stream, time.monotonic())
             return
-        if not armed:
-            with self._work:
+        with self._work:
+            if armed:
+                self._state.arm_succeeded(stream, time.monotonic())
+            else:
                 self._state.arm_refused(stream, time.monotonic())
 
 

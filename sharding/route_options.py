@@ -23,8 +23,10 @@ class RouteOptions:
     """How long the first news of a change waits for more, so that one query asks for all."""
     round_gap: float = 0.1
     """The time between two rounds of questions about changes; it doubles while changes go on …"""
-    round_gap_max: float = 2.0
+    round_gap_max: float = 0.25
     """… up to this, and starts anew after a calm of twice as long."""
+    repeat_gap_max: float = 2.0
+    """The same for names that were asked for in such a round shortly before."""
     leader_rounds: int = 7
     """In how many rounds a stream without a leader is asked for again before the next poll."""
     replica_rounds: int = 2

@@ -8,8 +8,9 @@ asked for
   exist is polled too, and between polls "does not exist" is answered from memory;
 * in a *round*, after news: a push from the broker, a suspicion (a node answered "not leader", a
   connection was lost), a lost locator, an answer that names no leader or no replicas yet. A round
-  waits `coalesce` for more news; the gap between rounds doubles while news go on. So a node that
-  led a thousand streams costs a few queries, and a suspicion that never ends one in two seconds.
+  waits `coalesce` for more news; the gap between rounds doubles while news go on, to a longer one
+  for names that were in a round just before. So a node that led a thousand streams costs a few
+  queries, a suspicion that never ends one in two seconds, and neither holds up other names.
 
 One query is under way at a time, and whoever wants one of its names waits for its answer. News that
 come meanwhile may be younger than the answer, so they ask again. After a failure nothing is asked
@@ -39,6 +40,8 @@ from sharding.routes import Finding, Kind, Missing, Partitions, StreamRoute, Tar
 @dataclass(slots=True)
 class _Entry:
     used_at: float
+    round_at: float = -inf
+    """The last round that asked for it."""
     rounds: int = 0
     """How often it was asked for again because the answer lacks a leader or replicas."""
     finding: Finding | None = None
@@ -64,7 +67,8 @@ class RouteState:
         self._in_flight: frozenset[Target] = frozenset()
         self._asked_at = -inf
         self._poll_at = inf
-        self._rounds = Rounds(options)
+        self._rounds = Rounds(options, options.round_gap_max)
+        self._repeats = Rounds(options, options.repeat_gap_max)
         self._pause = Pause(options)
         self._arms = ArmQueue(options)
 
@@ -104,7 +108,7 @@ class RouteState:
 
     def insist(self, target: Target, now: float) -> None:
         """Somebody waits for a better answer than the known one: have a round ask for it."""
-        if target in self._entries and target not in self._due and target not in self._in_flight:
+        if target in self._entries and target not in self._in_flight:
             self._ask_in_round(target, now)
 
     def suspect(self, name: str, now: float) -> None:
@@ -153,6 +157,7 @@ class RouteState:
         self._in_flight = frozenset(query)
         self._asked_at = now
         self.counters["rounds"] += self._rounds.begin(now)
+        self.counters["repeats"] += self._repeats.begin(now)
         kind = "queries" if query[0].kind is Kind.STREAM else "partition_queries"
         self.counters[kind] += 1
         self.counters["names_asked"] += len(query)
@@ -197,6 +202,12 @@ class RouteState:
             self.counters["arms"] += 1
             return stream
         return None
+
+    def arm_succeeded(self, stream: str, now: float) -> None:
+        """A change since the last answer and before the arming would not be told: look again."""
+        target = Target(Kind.STREAM, stream)
+        if target in self._entries:
+            self._ask_in_round(target, now)
 
     def arm_refused(self, stream: str, now: float) -> None:
         """The stream had changed before it was armed: as good as a push."""
@@ -269,7 +280,12 @@ class RouteState:
         self._due[target] = min(at, self._due.get(target, inf))
 
     def _ask_in_round(self, target: Target, now: float) -> None:
-        self._ask(target, self._rounds.next_at(now))
+        if target in self._due:
+            return
+        entry = self._entries[target]
+        again = now - entry.round_at < self._repeats.calm
+        entry.round_at = (self._repeats if again else self._rounds).next_at(now)
+        self._ask(target, entry.round_at)
 
     def _doubt(self, target: Target, now: float) -> None:
         entry = self._entries.get(target)

@@ -14,6 +14,7 @@ from sharding.stream.errors import StreamNotFound
 from sharding.stream.handlers import SubscriberHandler
 from sharding.stream.protocol import Broker, OffsetSpec
 from spark.columns import client_columns
+from spark.filtered_ranges import read_filtered
 from spark.offsets import Extent
 from spark.partitions import StreamRange
 from spark.read_options import ReadOptions
@@ -87,13 +88,20 @@ class ClusterView:
         from sharding.stream.reading import read_range
 
         options = self._options
+        columns = client_columns(options.columns, options.raw)
+        if options.filter.values:
+            yield from read_filtered(
+                self._environment._access,
+                found,
+                options.filter,
+                columns,
+                fail_on_data_loss=options.fail_on_data_loss,
+            )
+            return
         how: dict[str, Any] = {
-            "columns": client_columns(options.columns, options.raw),
+            "columns": columns,
             "on_data_loss": "raise" if options.fail_on_data_loss else "skip",
         }
-        if options.filter.values:
-            how["filter_values"] = options.filter.values
-            how["match_unfiltered"] = options.filter.match_unfiltered
         if "node" not in options.columns:
             for batch in self._environment.read_range(found.stream, found.first, found.end, **how):
                 yield batch, ""

@@ -46,13 +46,12 @@ _RICH = encode_message(
     application_properties={"number": 1, "text": "x"},
     annotations={"x-exchange": "e"},
 )
-_BATCHES = [SubBatch([encode_data(b"abc"), _RICH], codec) for codec in Compression]
 _ENTRIES: list[list[bytes | SubBatch]] = [
     [encode_data(b"x" * 20)] * 8,
     [encode_data(b"x" * size) for size in (0, 1, 255, 256)],
     [_RICH] * 3,
-    *([batch, _RICH] for batch in _BATCHES),
 ]
+_ENTRIES.extend([SubBatch([encode_data(b"abc"), _RICH], codec), _RICH] for codec in Compression)
 _CHUNKS = [bytes(chunk(entries, 5)) for entries in _ENTRIES]
 _OPEN = open_connection()
 _GOOD = [*PUSHED, CLOSE, *asked(_OPEN)]

@@ -41,10 +41,16 @@ class Connections(Protocol):
     def release(self, client: StreamClient) -> None: ...
 
 
+class Scheduled(Protocol):
+    @property
+    def cancelled(self) -> bool: ...
+
+
 class Later(Protocol):
     """Runs what may wait, apart from the caller; `Recovery` in real life."""
 
-    def schedule(self, delay: float, job: Callable[[], None]) -> object: ...
+    def schedule(self, delay: float, job: Callable[[], None]) -> Scheduled:
+        """Cancelled from the start if the environment is closed."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Tries:
         over = self.count - self._nodes - 1
         if over < 0 and not self.failures:
             return 0.0
-        longest = min(FIRST_PAUSE * 2 ** min(max(over, 0), 20), LONGEST_PAUSE)
+        longest = min(FIRST_PAUSE * 2.0 ** min(max(over, 0), 20), LONGEST_PAUSE)
         # Many clients that lost the same node should not come back in step.
         return longest * rng.uniform(0.5, 1)
 

@@ -304,10 +304,8 @@ class StreamClient:
 
     def _on_stream_changed(self, event: StreamChanged) -> None:
         reason = StreamUnavailable("Use", event.code, event.stream)
-        for publisher in self._publishers.take(event.stream):
-            publisher.on_lost(reason)
-        for subscriber in self._subscribers.take(event.stream):
-            subscriber.on_lost(reason)
+        _tell_lost(self._publishers.take(event.stream), reason)
+        _tell_lost(self._subscribers.take(event.stream), reason)
         if self.on_metadata_update is not None:
             self.on_metadata_update(event.stream, event.code)
 
@@ -326,11 +324,16 @@ class StreamClient:
             waiters, self._waiters = self._waiters, {}
         for waiter in waiters.values():
             waiter.set_exception(self._lost())
-        handlers: list[PublisherHandler | SubscriberHandler] = []
-        handlers += self._publishers.close()
-        handlers += self._subscribers.close()
-        for handler in handlers:
-            try:
-                handler.on_lost(self._lost())
-            except Exception:
-                logger.exception("a handler failed when it was told of a lost connection")
+        _tell_lost(self._publishers.close(), self._lost())
+        _tell_lost(self._subscribers.close(), self._lost())
+
+
+def _tell_lost(
+    handlers: Iterable[PublisherHandler | SubscriberHandler], reason: RemoteError
+) -> None:
+    """Tell all of them, also when one fails at it."""
+    for handler in handlers:
+        try:
+            handler.on_lost(reason)
+        except Exception:
+            logger.exception("a handler failed when it was told: %s", reason)

@@ -98,6 +98,7 @@ class Consumer:
 
     def messages(self, timeout: float | None = None) -> Iterator[Message]:
         """One message after the other; ends as `batches` does."""
+        stores = self._options.stores_by_itself
         while (taken := self._next(timeout)) is not None:
             lane = taken.lane
             for message in self._decoded(taken, max(taken.first, lane.handed_out or 0)):
@@ -106,7 +107,8 @@ class Consumer:
                 assert message.offset is not None
                 self._hand_out(lane, message.offset + 1, 1)
                 yield message
-                self._store_if_due()
+                if stores:
+                    self._store_if_due()
             else:
                 self._hand_out(lane, taken.end, 0)
             self._rest = None

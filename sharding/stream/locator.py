@@ -43,6 +43,8 @@ A = TypeVar("A", bound=Answer)
 ARM_REFERENCE = "warren.route-cache"
 """Under this name no offset is ever stored: who asks for one only has the leader looked up."""
 CLOSE_TIMEOUT = 5.0
+SILENCE = 1.0
+"""Who is silent for less may only be slow; an impatient caller must not cost the connection."""
 QUESTIONS = frozenset(
     {
         Key.METADATA,
@@ -101,11 +103,13 @@ class Locator:
         tries = max(2, len(self._addresses)) if request.key in QUESTIONS else 1
         while True:
             client = self.connect(deadline - time.monotonic())
-            left = deadline - time.monotonic()
+            left = max(0.0, deadline - time.monotonic())
+            share = max(left / tries, min(left, SILENCE))
             try:
-                return client.call(request, timeout=left / tries)
+                return client.call(request, timeout=share)
             except (ConnectionLost, NoAnswerInTime) as error:
-                self._give_up(client, error)
+                if client.closed or share >= SILENCE:
+                    self._give_up(client, error)
                 tries -= 1
                 if not tries or time.monotonic() >= deadline:
                     raise

@@ -19,6 +19,7 @@ class Outage:
 
     since: float
     deadline: float
+    losses: int = 0
     tries: int = 0
     not_found: int = 0
 

@@ -26,12 +26,12 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 
 from sharding.errors import LocalError, OutcomeUnknown, Unreachable, WarrenError
-from sharding.stream import entries
 from sharding.stream.batch import Batch, failures
 from sharding.stream.errors import (
     NoAnswerInTime,
@@ -40,17 +40,17 @@ from sharding.stream.errors import (
     refusal,
 )
 from sharding.stream.load import Load
-from sharding.stream.outbox import Outbox
-from sharding.stream.pending import Pending
 from sharding.stream.producer_options import ProducerOptions
 from sharding.stream.protocol import Code
 from sharding.stream.publishing import Attachment, Publishers, Publishing
 from sharding.stream.reconnecting import Reconnecting
 from sharding.stream.recovery import Recovery, Timer
 from sharding.stream.report import Failure, Tally
+from sharding.stream.window import Window
 
 logger = logging.getLogger("warren.stream.producer")
 
+_END_TIMEOUT = 5.0
 _PUBLISHER_GONE = (Code.NO_SUCH_PUBLISHER, Code.STREAM_NOT_AVAILABLE)
 
 
@@ -72,17 +72,17 @@ class Shared:
 
 
 class PartitionWriter:
+    """Listens to its publisher, and works on whatever thread comes by."""
+
     def __init__(self, stream: str, shared: Shared) -> None:
         self.stream = stream
         self._shared = shared
         self._options = shared.options
         self._lock = shared.lock
-        self.pending = Pending(self._options, stream)
-        self.quick_messages = self.quick_bytes = 0
-        """Below both, a message may be added to `pending` without a look at anything else."""
-        self._outbox = Outbox(keep=self._options.name is not None)
+        self.window = Window(stream, self._options)
+        self._outbox = self.window.outbox
+        self._pending = self.window.pending
         self._publishing: Publishing | None = None
-        self._frame_max = 0
         self._failure: Exception | None = None
         self._is_writing = False
         self._is_due = False
@@ -95,6 +95,7 @@ class PartitionWriter:
             self,
             self._go_on,
             self._fail,
+            lambda: self._failure is None,
             shared.clock,
             shared.rng,
             self._options.recovery_timeout,
@@ -104,35 +105,24 @@ class PartitionWriter:
         """Connect for the first time; raises what goes wrong."""
         publishing = self._shared.publishers.open(self.stream, self, deadline)
         with self._lock:
-            self.pending.go_on_after(publishing.last_id)
+            self._pending.go_on_after(publishing.last_id)
         self._go_on(publishing)
 
     # Taking messages
 
-    @property
-    def largest_message(self) -> int:
-        """How many bytes an encoded message may have, its filter value included."""
-        overhead = (
-            entries.SUB_ENTRY_OVERHEAD + entries.RECORD_OVERHEAD
-            if self._options.sub_entry_messages
-            else entries.ENTRY_OVERHEAD + entries.FILTER_OVERHEAD
-        )
-        return entries.room_for_entries(self._frame_max) - overhead
-
-    def wait_for_room(self, deadline: float) -> int:
-        """Locked: how many messages there is room for; `Overloaded` if there is none in time."""
-        options, outbox = self._options, self._outbox
+    def wait_for_room(self, deadline: float) -> None:
+        """Locked: until there is room for a message, or `Overloaded`."""
         while True:
             if self._failure is not None:
                 raise copy(self._failure) from self._failure
-            room = options.max_unconfirmed - outbox.messages - len(self.pending.messages)
-            if room > 0 and self._room_in_bytes() > 0:
-                return room
+            if self.window.room():
+                return
             left = deadline - self._shared.clock()
             if left <= 0:
                 raise Overloaded(
-                    f"{self.stream!r} has {outbox.messages} unconfirmed messages of {outbox.size} "
-                    "bytes; send less, or raise max_unconfirmed and max_unconfirmed_bytes"
+                    f"{self.stream!r} has {self._outbox.messages + len(self._pending.messages)} "
+                    f"unconfirmed messages of {self._outbox.size + self._pending.size} bytes; "
+                    "send less, or raise max_unconfirmed and max_unconfirmed_bytes"
                 )
             if not self._is_due:
                 self.write_soon()  # what is pending may be all there is, and linger long
@@ -140,11 +130,11 @@ class PartitionWriter:
 
     def add(self, load: Load) -> bool:
         """Locked: take messages for which there is room. True if `write()` is to be called."""
-        pending = self.pending
+        pending = self._pending
         if not pending.messages:
             pending.since = self._shared.clock()
         pending.extend(load)
-        self._set_quick()
+        self.window.refresh()
         if pending.is_full or self._options.linger == 0:
             self._is_due = True
             return True
@@ -158,42 +148,23 @@ class PartitionWriter:
         while start < len(load):
             with self._lock:
                 try:
-                    room = min(self.wait_for_room(deadline), self._options.batch_messages)
-                    part = load.part(start, start + room)
-                    fitting = entries.cut(list(map(len, part.messages)), self._room_in_bytes())[0]
-                    part = part.part(0, fitting.stop)
-                    if part.ids is not None:
-                        self.pending.check_ids(part.ids)
+                    self.wait_for_room(deadline)
+                    if load.ids is not None:
+                        self._pending.check_ids(load.ids[start:])
                 except WarrenError as error:
                     return start, error
+                part = self.window.first_of(load, start)
                 is_full = self.add(part)
             if is_full:
                 self.write()
             start += len(part)
         return start, None
 
-    def _room_in_bytes(self) -> int:
-        return self._options.max_unconfirmed_bytes - self._outbox.size - self.pending.size
-
-    def _set_quick(self) -> None:
-        options, outbox, pending = self._options, self._outbox, self.pending
-        if self._failure is not None or options.filtering or pending.ids is not None:
-            self.quick_messages = 0
-            return
-        # The message that fills a batch takes the long way, which writes the batch.
-        room = options.max_unconfirmed - outbox.messages
-        self.quick_messages = min(options.batch_messages, room) - 1
-        self.quick_bytes = min(
-            options.batch_bytes,
-            self.largest_message - entries.DATA_OVERHEAD,
-            options.max_unconfirmed_bytes - outbox.size,
-        )
-
     # Writing
 
     def write_soon(self) -> None:
         """Locked: write what is pending, on another thread."""
-        if self.pending.messages:
+        if self._pending.messages:
             self._is_due = True
             self._shared.recovery.soon(0, self.write)
 
@@ -219,15 +190,15 @@ class PartitionWriter:
             except BaseException as interrupt:
                 with self._lock:
                     self._is_writing = False
-                self.lost(publishing.attachment, OutcomeUnknown(f"interrupted: {interrupt!r}"))
+                reason = OutcomeUnknown(f"interrupted: {interrupt!r}")
+                self.lost(publishing.attachment, reason, is_declared=True)
                 raise
             self._outbox.written(batch)
 
     def _next_batch(self) -> Batch | None:
-        if not self._outbox.has_waiting and self._is_due and self.pending.messages:
+        if self._is_due and not self._outbox.has_waiting:
             self._is_due = False
-            self._outbox.add(self.pending.take(self._frame_max))
-            self._set_quick()
+            self.window.pack()
         batch = self._outbox.take(self._shared.clock())
         if batch is not None and self._confirm_check is None:
             self._check_confirms_in(self._options.confirm_timeout)
@@ -236,9 +207,9 @@ class PartitionWriter:
     def _linger_ended(self) -> None:
         with self._lock:
             self._linger = None
-            if not self.pending.messages or self._failure is not None:
+            if not self._pending.messages or self._failure is not None:
                 return
-            left = self.pending.since + self._options.linger - self._shared.clock()
+            left = self._pending.since + self._options.linger - self._shared.clock()
             if left > 0:  # a batch was written meanwhile, and this is the next one
                 self._linger = self._shared.recovery.soon(left, self._linger_ended)
                 return
@@ -255,42 +226,40 @@ class PartitionWriter:
             self._shared.tally.stored += stored
             if stored:
                 self.reconnecting.end()
-            self._set_quick()
-            self._shared.changed.notify_all()
+            self._notify()
 
     def refused(self, source: Attachment, refusals: Sequence[tuple[int, int]]) -> None:
         gone = next((code for _, code in refusals if code in _PUBLISHER_GONE), None)
         if gone is not None and self._options.name is not None:
-            self.lost(source, StreamUnavailable("Publish", gone, self.stream))
+            reason = StreamUnavailable("Publish", gone, self.stream)
+            self.lost(source, reason, is_declared=True)
             return
         with self._lock:
             if self._publishing is None or source is not self._publishing.attachment:
                 return
             for publishing_id, code in refusals:
-                reason = refusal("Publish", code, self.stream)
+                error = refusal("Publish", code, self.stream)
                 self._shared.tally.refuse(
-                    Failure(number, self.stream, publishing_id, reason)
+                    Failure(number, self.stream, publishing_id, error)
                     for number in self._outbox.refuse(publishing_id)
                 )
-            self._set_quick()
-            self._shared.changed.notify_all()
+            self._notify()
         if gone is not None:
-            self.lost(source, StreamUnavailable("Publish", gone, self.stream))
+            reason = StreamUnavailable("Publish", gone, self.stream)
+            self.lost(source, reason, is_declared=True)
 
-    def lost(
-        self, source: Attachment, reason: Exception, overdue: Publishing | None = None
-    ) -> None:
-        """The publisher is gone, or is given up because its confirms are `overdue`."""
+    def lost(self, source: Attachment, reason: Exception, is_declared: bool = False) -> None:
+        """The publisher is gone. One that is given up may still be declared at the broker."""
         with self._lock:
-            if self._publishing is None or source is not self._publishing.attachment:
+            publishing = self._publishing
+            if publishing is None or source is not publishing.attachment:
                 return
             self._publishing = None
             self.reconnecting.begin()
             self._give_up(self._outbox.lost(), reason)
-            self._set_quick()
-            self._shared.changed.notify_all()
+            self._notify()
         logger.info("the publisher on %r is lost: %s", self.stream, reason)
-        self.reconnecting.start(reason, overdue)
+        self.reconnecting.start(reason, publishing if is_declared else None)
 
     # On the threads of the environment
 
@@ -310,7 +279,7 @@ class PartitionWriter:
                 self._check_confirms_in(left)
                 return
         reason = NoAnswerInTime(f"{self.stream!r}: no confirm within {timeout:g} s")
-        self.lost(publishing.attachment, reason, overdue=publishing)
+        self.lost(publishing.attachment, reason, is_declared=True)
 
     def _go_on(self, publishing: Publishing) -> bool:
         """There is a publisher (again). False: it is not wanted any more."""
@@ -318,11 +287,10 @@ class PartitionWriter:
             if self._failure is not None:
                 return False
             self._publishing = publishing
-            self._frame_max = publishing.frame_max
-            self._is_due = bool(self.pending.messages)
+            self.window.open(publishing.frame_max)
+            self._is_due = bool(self._pending.messages)
             if not self._outbox.messages:
                 self.reconnecting.end()
-            self._set_quick()
         if publishing.attachment.is_lost:
             self.lost(publishing.attachment, Unreachable("lost while it was opened"))
         self.write()
@@ -332,52 +300,35 @@ class PartitionWriter:
 
     def close(self, timeout: float) -> None:
         """Take nothing more. What has no outcome is given up, or refused if it was never sent."""
-        with self._lock:
-            publishing = self._publishing
-        self._fail(LocalError("the producer is closed"), is_expected=True)
+        publishing = self._end(LocalError("the producer is closed"))
         if publishing is not None:
             publishing.end(timeout)
 
-    def _fail(self, reason: Exception, is_expected: bool = False) -> None:
+    def _fail(self, reason: Exception) -> None:
+        logger.error("%r can't be published to any more: %s", self.stream, reason)
+        publishing = self._end(reason)
+        if publishing is not None:
+            self._shared.recovery.schedule(0, partial(publishing.end, _END_TIMEOUT))
+
+    def _end(self, reason: Exception) -> Publishing | None:
+        """The publisher that is left behind, if there is one."""
         with self._lock:
-            if self._failure is not None:
-                return
-            self._failure = reason
-            self._publishing = None
-            if self.pending.messages:
-                self._outbox.add(self.pending.take(self._frame_max))
-            batches = self._outbox.drain()
-            self._give_up([batch for batch in batches if batch.sent_at is not None], reason)
-            never_sent = [batch for batch in batches if batch.sent_at is None]
-            self._shared.tally.refuse(failures(never_sent, self.stream, reason))
-            for timer in (self._linger, self._confirm_check):
-                if timer is not None:
-                    timer.cancel()
-            self._set_quick()
-            self._shared.changed.notify_all()
-        if not is_expected:
-            logger.error("%r can't be published to any more: %s", self.stream, reason)
+            publishing, self._publishing = self._publishing, None
+            if self._failure is None:
+                self._failure = reason
+                batches = self.window.close()
+                self._give_up([batch for batch in batches if batch.sent_at is not None], reason)
+                never_sent = [batch for batch in batches if batch.sent_at is None]
+                self._shared.tally.refuse(failures(never_sent, self.stream, reason))
+                for timer in (self._linger, self._confirm_check):
+                    if timer is not None:
+                        timer.cancel()
+                self._shared.changed.notify_all()
+        return publishing
 
-    # For reports
-
-    @property
-    def accepted(self) -> int:
-        """Locked: how many messages were taken so far."""
-        return self.pending.taken + len(self.pending.messages)
-
-    def has_settled(self, count: int) -> bool:
-        """Locked: whether the first `count` messages have an outcome."""
-        oldest = self._outbox.oldest_position
-        return count <= (self.pending.taken if oldest is None else oldest)
-
-    def unsettled(self, count: int, reason: Exception) -> Iterator[Failure]:
-        """Locked: those of the first `count` messages that have no outcome."""
-        batches = self._outbox.batches
-        begun = [batch for batch in batches if batch.position < count]
-        yield from failures(begun, self.stream, reason)
-        for position, number in enumerate(self.pending.numbers, self.pending.taken):
-            if position < count:
-                yield Failure(number, self.stream, None, reason)
+    def _notify(self) -> None:
+        self.window.refresh()
+        self._shared.changed.notify_all()
 
     def _give_up(self, batches: Iterable[Batch], reason: Exception) -> None:
         # What was sent must not be called retryable, whatever ended the connection is.

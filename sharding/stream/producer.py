@@ -36,9 +36,8 @@ from sharding.stream.amqp_types import AmqpValue
 from sharding.stream.broker_routes import BrokerRoutes
 from sharding.stream.entries import filter_bytes
 from sharding.stream.errors import NoAnswerInTime
-from sharding.stream.keyed import text_of, with_key
 from sharding.stream.load import Load
-from sharding.stream.message import encode_message
+from sharding.stream.outgoing_messages import Body, encoded, with_key
 from sharding.stream.partition_writer import PartitionWriter, Shared
 from sharding.stream.partitioning import PartitionFunction
 from sharding.stream.producer_options import ProducerOptions
@@ -49,8 +48,6 @@ from sharding.stream.report import Report
 from sharding.stream.targets import Targets
 
 logger = logging.getLogger("warren.stream.producer")
-
-Body = bytes | bytearray | memoryview
 
 
 class Producer:
@@ -109,7 +106,7 @@ class Producer:
     def last_publishing_ids(self) -> Mapping[str, int]:
         """By stream: the last id given to a message, or found when the producer was made."""
         with self._lock:
-            return {writer.stream: writer.pending.last_id for writer in self._writers}
+            return {writer.stream: writer.window.pending.last_id for writer in self._writers}
 
     @property
     def counters(self) -> Mapping[str, float]:
@@ -154,11 +151,12 @@ class Producer:
                     message, is_plain = with_key(key, body), False
             if writer is not None:
                 with self._lock:
-                    pending = writer.pending
+                    window = writer.window
+                    pending = window.pending
                     size = pending.size + len(message)
                     if (
-                        0 < len(pending.messages) < writer.quick_messages
-                        and size < writer.quick_bytes
+                        0 < len(pending.messages) < window.quick_messages
+                        and size < window.quick_bytes
                         and pending.plain is is_plain
                     ):
                         pending.messages.append(message)
@@ -167,7 +165,7 @@ class Producer:
                         pending.numbers.append(number)
                         self._next_number = number + 1
                         return number
-        message, is_plain = self._message(body, key, properties, application_properties)
+        message, is_plain = encoded(body, key, properties, application_properties)
         load = Load(
             (message,),
             (0,),
@@ -226,7 +224,7 @@ class Producer:
             return self._shared.tally.report(
                 failure
                 for writer, count in counts.items()
-                for failure in writer.unsettled(count, reason)
+                for failure in writer.window.unsettled(count, reason)
             )
 
     def close(self, timeout: float = 10) -> Report:
@@ -247,10 +245,10 @@ class Producer:
 
     def _wait_for_outcomes(self, deadline: float) -> Mapping[PartitionWriter, int]:
         """Locked: how many messages each partition had when this began."""
-        counts = {writer: writer.accepted for writer in self._writers}
+        counts = {writer: writer.window.accepted for writer in self._writers}
         for writer in self._writers:
             writer.write_soon()
-        while not all(writer.has_settled(count) for writer, count in counts.items()):
+        while not all(writer.window.has_settled(count) for writer, count in counts.items()):
             left = deadline - self._clock()
             if left <= 0:
                 break
@@ -258,27 +256,6 @@ class Producer:
         return counts
 
     # Preparing
-
-    def _message(
-        self,
-        body: Body,
-        key: Key | None,
-        properties: Properties | None,
-        application_properties: Mapping[str, AmqpValue] | None,
-    ) -> tuple[bytes, bool]:
-        """The encoded message; or the body, and True, if there is nothing else."""
-        if not isinstance(body, bytes | bytearray | memoryview):
-            raise InvalidInput("body", "must be bytes", body)
-        content = bytes(body)
-        if properties is None and application_properties is None:
-            return (content, True) if key is None else (with_key(key, content), False)
-        message = encode_message(
-            content,
-            key=None if key is None else text_of(key),
-            properties=properties,
-            application_properties=application_properties,
-        )
-        return message, False
 
     def _load(
         self,
@@ -300,7 +277,7 @@ class Producer:
         return list(map(filter_bytes, values))
 
     def _check_size(self, writer: PartitionWriter, load: Load) -> None:
-        largest = writer.largest_message - (entries.DATA_OVERHEAD if load.plain else 0)
+        largest = writer.window.largest_message - (entries.DATA_OVERHEAD if load.plain else 0)
         if load.longest > largest:
             rule = f"must fit into a frame, so have {largest} bytes at most; raise frame_max"
             raise InvalidInput("body", rule, f"{load.longest} bytes")
@@ -317,7 +294,7 @@ class Producer:
             for writer in writers:
                 writer.wait_for_room(deadline)
                 if load.ids is not None:
-                    writer.pending.check_ids(load.ids)
+                    writer.window.pending.check_ids(load.ids)
             numbers = self._take_numbers(1)
             load = replace(load, numbers=numbers)
             full = [writer for writer in writers if writer.add(load)]

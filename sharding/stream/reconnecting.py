@@ -30,6 +30,7 @@ class Reconnecting:
     opened: Callable[[Publishing], bool]
     """Returns whether the publisher is wanted."""
     failed: Callable[[Exception], None]
+    is_wanted: Callable[[], bool]
     clock: Callable[[], float]
     rng: random.Random
     recovery_timeout: float
@@ -53,20 +54,32 @@ class Reconnecting:
             self.longest = max(self.longest, seconds)
             logger.info("%r can be published to again, after %.1f s", self.stream, seconds)
 
-    def start(self, reason: Exception, overdue: Publishing | None) -> None:
-        """Try in the background, beginning now. A publisher that is `overdue` is ended first."""
-        self._schedule(0, partial(self._try, reason, overdue))
+    def start(self, reason: Exception, left_over: Publishing | None) -> None:
+        """Try in the background; a publisher that is still declared is ended first.
+
+        At once, unless this outage has seen a publisher already, which was lost without a confirm.
+        """
+        if self.outage is None:
+            return
+        self.outage.losses += 1
+        pause: float | None = 0
+        if self.outage.losses > 1:
+            pause = self.outage.pause_after(reason, self.clock(), self.rng)
+        if pause is None:
+            self.failed(reason)
+        # Even then, to end what is left over.
+        self._schedule(pause or 0, partial(self._try, reason, left_over))
 
     def _schedule(self, delay: float, job: Callable[[], None]) -> None:
         if self.recovery.schedule(delay, job).cancelled:
             self.failed(LocalError("the environment is closed"))
 
-    def _try(self, reason: Exception, overdue: Publishing | None = None) -> None:
+    def _try(self, reason: Exception, left_over: Publishing | None = None) -> None:
+        if left_over is not None:
+            left_over.end(_END_TIMEOUT)
         outage = self.outage
-        if outage is None:
+        if outage is None or not self.is_wanted():
             return
-        if overdue is not None:
-            overdue.end(_END_TIMEOUT)
         self.publishers.suspect(self.stream, reason)
         deadline = min(outage.deadline, self.clock() + _TRY_TIMEOUT)
         try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from sharding.errors import (
@@ -249,7 +250,11 @@ class Subscription:
             return
         logger.info("%s: %s; trying again in %.1f s", self.stream, error, pause)
         self._access.routes.suspect(self.stream, str(error))
-        self._access.later.schedule(pause, self._recover)
+        self._do_later(pause, self._recover)
+
+    def _do_later(self, delay: float, job: Callable[[], None]) -> None:
+        if self._access.later.schedule(delay, job).cancelled:
+            self._fail(Unreachable(f"the environment that read {self.stream!r} was closed"))
 
     def _next_pause(self) -> float:
         longest = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**self._attempts)
@@ -305,4 +310,4 @@ class Subscription:
             self._access.routes.suspect(self.stream, str(reason))
             self._recover()
 
-        self._access.later.schedule(0, recover)
+        self._do_later(0, recover)

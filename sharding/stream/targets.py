@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from sharding.errors import InvalidInput, LocalError
 from sharding.hashing import Key
 from sharding.stream.broker_routes import BrokerRoutes
-from sharding.stream.keyed import text_of
+from sharding.stream.outgoing_messages import text_of
 from sharding.stream.partitioning import PartitionFunction
 
 P = TypeVar("P")

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -14,6 +15,7 @@ from sharding.errors import InvalidInput, LocalError
 from sharding.hashing import murmur3
 from sharding.stream import (
     Compression,
+    Producer,
     ProducerOptions,
     Properties,
     StreamEnvironment,
@@ -213,10 +215,9 @@ def test_a_producer_goes_on_when_the_streams_leader_is_elected_anew(
         sending = threading.Thread(target=send)
         sending.start()
         try:
-            for _ in range(3):
-                goal = producer.counters["recoveries"] + 1
+            for times in range(1, 4):
                 kill_leader_process(nodes, environment, stream)
-                wait_until(lambda goal=goal: producer.counters["recoveries"] >= goal, 30)
+                wait_until(partial(has_recovered, producer, times), 30)
         finally:
             ended.set()
             sending.join()
@@ -224,6 +225,10 @@ def test_a_producer_goes_on_when_the_streams_leader_is_elected_anew(
         report.raise_for_failures()
         assert report.stored == sent
     assert stored(environment, stream, sent) == [b"%d" % n for n in range(sent)]
+
+
+def has_recovered(producer: Producer, times: int) -> bool:
+    return producer.counters["recoveries"] >= times
 
 
 def kill_leader_process(nodes: Cluster, environment: StreamEnvironment, stream: str) -> None:
@@ -281,8 +286,8 @@ def test_many_threads_may_use_one_producer(environment: StreamEnvironment) -> No
         with environment.consumer(invoices, offset="first") as consumer:
             found = read_all(consumer, 8_000)
         for bodies in found.values():
-            for thread in range(4):
-                mine = [int(n) for t, n in map(bytes.split, bodies) if int(t) == thread]
+            for number in range(4):
+                mine = [int(n) for t, n in map(bytes.split, bodies) if int(t) == number]
                 assert mine == sorted(set(mine))
 
 

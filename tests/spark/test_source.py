@@ -199,6 +199,30 @@ def test_a_task_reads_from_the_replica_in_its_own_zone(
             assert {row.node for row in rows} == {str(near)}
 
 
+def test_the_broker_leaves_out_chunks_that_the_filter_does_not_want(
+    session: SparkSession, cluster: Cluster, environment: StreamEnvironment, broker_version: str
+) -> None:
+    if broker_version.startswith("3.10"):
+        pytest.skip("brokers filter since 3.13")
+    regions = ("eu", "us", "asia")
+    with one_stream(environment) as name:
+        with environment.producer(name, filtering=True) as producer:
+            for region in (*regions, *regions):
+                for _ in range(100):
+                    producer.send(region.encode(), filter_value=region)
+                producer.flush(timeout=10).raise_for_failures()  # so that each has its chunks
+
+        def found(filter_values: str) -> dict[str, int]:
+            frame = load(
+                session, cluster, stream=name, filterValues=filter_values, minPartitions="4"
+            )
+            return dict(Counter(bytes(row.value).decode() for row in frame.collect()))
+
+        assert found("eu") == {"eu": 200}
+        assert found("us, asia") == {"us": 200, "asia": 200}
+        assert found("nobody") == {}
+
+
 def test_what_retention_deleted_fails_the_query_and_says_what_is_gone(
     session: SparkSession, cluster: Cluster, environment: StreamEnvironment
 ) -> None:

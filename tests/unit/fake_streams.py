@@ -200,6 +200,11 @@ class FakeClient:
         return bool(self.asked(Unsubscribe)) and not self.handlers
 
 
+@dataclass(frozen=True)
+class FakeTimer:
+    cancelled: bool
+
+
 class FakeCluster:
     """Three nodes with the stream, and what an environment lends to a consumer."""
 
@@ -214,6 +219,7 @@ class FakeCluster:
         self.down: Exception | None = None
         self.no_stream: Exception | None = None
         self.suspected: list[str] = []
+        self.closed = False
         self.on_connect: Callable[[FakeClient], None] = lambda _: None
 
     @property
@@ -261,8 +267,10 @@ class FakeCluster:
     def release(self, client: FakeClient) -> None:
         self.released.append(client)
 
-    def schedule(self, delay: float, job: Callable[[], None]) -> None:
-        self.jobs.append((self.now + delay, job))
+    def schedule(self, delay: float, job: Callable[[], None]) -> FakeTimer:
+        if not self.closed:
+            self.jobs.append((self.now + delay, job))
+        return FakeTimer(self.closed)
 
     def run(self, until: float | None = None) -> None:
         """Do what is due, and with `until` what becomes due up to then."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ class Source:
 
 
 @contextmanager
-def cache_of(source: Source, pressure: float = 0.0, **options: float) -> Iterator[RouteCache]:
+def cache_of(source: Source, pressure: float = 0.0, **options: Any) -> Iterator[RouteCache]:
     cache = RouteCache(source, RouteOptions(**options), pressure=lambda: pressure)
     try:
         yield cache

@@ -246,6 +246,26 @@ def test_a_handler_that_fails_ends_the_connection(
     assert "Traceback" in caplog.text
 
 
+@pytest.mark.parametrize("harm", [PUSHED[4], CLOSE], ids=["the stream left", "the peer closed"])
+def test_a_handler_that_fails_when_told_of_the_end_keeps_it_from_nobody(
+    connected: Connected, harm: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, peer = connected
+
+    class Failing(Recorder):
+        def on_lost(self, reason: Exception) -> None:
+            raise ValueError(reason)
+
+    client.attach_publisher(Failing(), "invoices-0")
+    others = [Recorder(), Recorder()]
+    client.attach_publisher(others[0], "invoices-0")
+    client.attach_subscriber(others[1], "invoices-0")
+    peer.send(harm)
+    for other in others:
+        assert len(other.wait_for(1)) == 1
+    assert "ValueError" in caplog.text
+
+
 def test_a_connection_takes_255_publishers_and_no_more(connected: Connected) -> None:
     client, _ = connected
     numbers = [client.attach_publisher(Recorder(), "s") for _ in range(255)]

@@ -262,6 +262,16 @@ def test_closed_consumer_does_not_recover() -> None:
     assert len(cluster.clients) == 1
 
 
+def test_consumer_whose_environment_was_closed_fails_instead_of_waiting() -> None:
+    cluster = FakeCluster(4)
+    consumer = consumer_of(cluster)
+    cluster.closed = True
+    cluster.client.lose()
+    assert offsets(consumer, 4) == [0, 1, 2, 3]
+    with pytest.raises(Unreachable, match="environment"):
+        next(consumer.messages())
+
+
 def test_messages_lost_to_retention_are_reported_and_then_skipped() -> None:
     cluster = FakeCluster(5, 5, 5)
     cluster.stream.truncate(2)

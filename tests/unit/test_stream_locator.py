@@ -171,7 +171,18 @@ def test_frozen_node_gets_its_share_of_the_time_and_is_given_up() -> None:
         assert answered_by(locator, 9) == C
         assert len(shares) == 2
         assert shares[0] == pytest.approx(3, abs=0.5)
+        assert shares[1] == pytest.approx(4.5, abs=0.5)
         wait_until(lambda: network.clients[0].closed, 5)
+
+
+def test_impatient_caller_does_not_cost_the_connection() -> None:
+    network = Network()
+    network.answers[A] = silence
+    with locator_of(network) as locator:
+        with pytest.raises(NoAnswerInTime):
+            answered_by(locator, 0.1)
+        assert not network.clients[0].closed
+        assert network.dialled == [A]
 
 
 def test_what_changes_something_is_not_sent_twice() -> None:

@@ -319,6 +319,14 @@ def test_subscription_takes_another_replica_before_long_if_its_first_choice_is_d
         assert len(network.dialled) <= 6
 
 
+def test_search_that_nobody_waits_for_any_more_ends() -> None:
+    network = Network(in_turn(A))
+    with pool_of(network, balancer=BALANCER, tries_per_node=1_000) as pool:
+        with pytest.raises(NodeNotReached):
+            pool.publisher(B, "s", Handler(), soon(0.1))
+        wait_until(lambda: not any("warren-dial" in t.name for t in threading.enumerate()), 5)
+
+
 def test_subscription_takes_the_leader_only_when_no_replica_is_reached() -> None:
     network = Network(in_turn(A))
     with pool_of(network, balancer=BALANCER) as pool:

@@ -20,6 +20,7 @@ from sharding.stream.codecs import Compression
 from sharding.stream.errors import (
     AuthenticationFailed,
     ConnectionLost,
+    NoAnswerInTime,
     Overloaded,
     StreamNotFound,
     refusal,
@@ -544,10 +545,8 @@ def test_odd_answers_during_a_recovery_are_tried_again(make: Make, world: World)
     producer = make(name="p")
     world.failures = [
         AuthenticationFailed("SaslAuthenticate", Code.AUTHENTICATION_FAILURE),
+        StreamNotFound("DeclarePublisher", Code.NO_SUCH_STREAM, "s"),
         refusal("DeclarePublisher", Code.STREAM_NOT_AVAILABLE, "s"),
-        StreamNotFound("DeclarePublisher", Code.NO_SUCH_STREAM, "s"),
-        ConnectionLost("refused"),
-        StreamNotFound("DeclarePublisher", Code.NO_SUCH_STREAM, "s"),
     ]
     world.lose()
     producer.send(b"x")
@@ -625,10 +624,30 @@ def test_a_partition_that_never_confirms_again_fails_in_the_end(make: Make, worl
     world.confirms = False
     producer = make(name="p", linger=0, confirm_timeout=0.03, recovery_timeout=0.2)
     producer.send(b"x")
-    world.failures = []
-    eventually(lambda: len(world.frames) > 2)
-    world.always = ConnectionLost("down")
     assert producer.flush(5).unknown_count == 1
+    assert 2 < len(world.frames) < 10
+    with pytest.raises(NoAnswerInTime):
+        producer.send(b"y")
+    eventually(lambda: world.clients[0].declared == {})
+
+
+def test_a_publisher_that_is_lost_again_and_again_is_not_opened_in_a_tight_loop(
+    make: Make, world: World
+) -> None:
+    world.confirms = False
+    producer = make(name="p", linger=0, recovery_timeout=0.4)
+    producer.send(b"x")
+    began = time.monotonic()
+    while time.monotonic() < began + 5:
+        if world.clients[-1].handlers:
+            world.lose()
+        try:
+            producer.send(b"y", timeout=0.01)
+        except ConnectionLost:
+            break
+        threading.Event().wait(0.001)
+    assert time.monotonic() - began < 3
+    assert len(world.clients) < 12
 
 
 def test_a_closed_environment_fails_its_producers(world: World) -> None:
