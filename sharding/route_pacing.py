@@ -19,24 +19,24 @@ BATCH_BYTES = 48 * 1024
 class Rounds:
     """When the next round of questions about news goes out.
 
-    It waits a little for more news. The gap between rounds doubles while news go on, up to
+    The first waits for more news. The gap between rounds doubles while news go on, up to
     `gap_max`, and starts anew after a calm.
     """
 
-    def __init__(self, options: RouteOptions, gap_max: float) -> None:
-        self._options = options
-        self._gap_max = gap_max
+    def __init__(self, wait: float, gap: float, gap_max: float) -> None:
         self.calm = 2 * gap_max
+        self._wait = wait
+        self._first_gap = self._gap = gap
+        self._gap_max = gap_max
         self._next_at = inf
         self._last = -inf
-        self._gap = options.round_gap
 
     def next_at(self, now: float) -> float:
         """When news that come now are asked about."""
         if self._next_at == inf:
             calm = now - self._last >= self.calm
-            self._gap = self._options.round_gap if calm else min(2 * self._gap, self._gap_max)
-            self._next_at = max(now + self._options.coalesce, self._last + self._gap)
+            self._gap = self._first_gap if calm else min(2 * self._gap, self._gap_max)
+            self._next_at = max(now + self._wait, self._last + self._gap)
         return self._next_at
 
     def begin(self, now: float) -> bool:

@@ -34,7 +34,7 @@ from math import inf
 
 from sharding.route_options import RouteOptions
 from sharding.route_pacing import ArmQueue, Pause, Rounds, batch
-from sharding.routes import Finding, Kind, Missing, Partitions, StreamRoute, Target
+from sharding.routes import Finding, Kind, Missing, Partitions, StreamRoute, Target, leader_of
 
 
 @dataclass(slots=True)
@@ -67,8 +67,10 @@ class RouteState:
         self._in_flight: frozenset[Target] = frozenset()
         self._asked_at = -inf
         self._poll_at = inf
-        self._rounds = Rounds(options, options.round_gap_max)
-        self._repeats = Rounds(options, options.repeat_gap_max)
+        gap = options.round_gap
+        self._rounds = Rounds(options.coalesce, gap, options.round_gap_max)
+        # What was asked a moment ago is not news yet: the first of these takes its time as well.
+        self._repeats = Rounds(2 * gap, 2 * gap, options.repeat_gap_max)
         self._pause = Pause(options)
         self._arms = ArmQueue(options)
 
@@ -194,7 +196,7 @@ class RouteState:
             if entry is None or not entry.to_be_armed:
                 continue
             entry.to_be_armed = False
-            if entry.armed or entry.doubted or _leader(entry.finding) is None:
+            if entry.armed or entry.doubted or leader_of(entry.finding) is None:
                 continue
             entry.armed = True
             entry.arm_after = now + self._options.rearm_interval
@@ -305,7 +307,7 @@ class RouteState:
             entry.doubted = False
         if isinstance(finding, Missing) and not isinstance(before, Missing):
             self._recheck_super_streams_of(target.name, now)
-        moved = _leader(before) != _leader(finding)
+        moved = leader_of(before) != leader_of(finding)
         if moved:
             entry.armed = False
         if (moved or was_doubted) and isinstance(finding, StreamRoute):
@@ -330,7 +332,7 @@ class RouteState:
             self._ask_in_round(target, now)
 
     def _queue_arming(self, target: Target, entry: _Entry, now: float) -> None:
-        waits = entry.armed or entry.to_be_armed or _leader(entry.finding) is None
+        waits = entry.armed or entry.to_be_armed or leader_of(entry.finding) is None
         if self._options.pushes and not waits:
             entry.to_be_armed = True
             self._arms.add(target.name, max(now, entry.arm_after))
@@ -346,7 +348,3 @@ class RouteState:
         entry = self._entries.get(Target(Kind.STREAM, stream))
         if entry is not None:
             entry.armed = False
-
-
-def _leader(finding: Finding | None) -> object:
-    return finding.leader if isinstance(finding, StreamRoute) else None

@@ -60,6 +60,10 @@ class Missing:
 Finding = StreamRoute | Partitions | Missing
 
 
+def leader_of(finding: Finding | None) -> Broker | None:
+    return finding.leader if isinstance(finding, StreamRoute) else None
+
+
 class RouteSource(Protocol):
     """The cluster, as the route cache asks it."""
 

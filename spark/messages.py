@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sharding.errors import InvalidInput
-from sharding.stream.keyed import text_of, with_key
 from sharding.stream.message import encode_data, encode_message
 from sharding.stream.properties import Properties
 from spark.message_columns import MessageColumns
@@ -49,14 +49,14 @@ class Messages:
             return list(map(encode_data, self.bodies))
         if self.plain and self.keys is not None:
             return [
-                encode_data(body) if key is None else with_key(key, body)
+                encode_data(body) if key is None else _head(key) + encode_data(body)
                 for key, body in zip(self.keys, self.bodies, strict=True)
             ]
         nothing: Sequence[None] = (None,) * len(self.bodies)
         return [
             encode_message(
                 body,
-                key=None if key is None else text_of(key),
+                key=None if key is None else _text(key),
                 properties=None if properties is None else stream_properties(properties),
                 application_properties=headers,
             )
@@ -68,6 +68,22 @@ class Messages:
                 strict=True,
             )
         ]
+
+
+@lru_cache(4_096)
+def _head(key: Key) -> bytes:
+    """What stands before the body in a message with this key; most keys come again and again."""
+    return encode_message(b"", key=_text(key)).removesuffix(encode_data(b""))
+
+
+def _text(key: Key) -> str:
+    """A key as its annotation holds it."""
+    if isinstance(key, str):
+        return key
+    try:
+        return key.decode()
+    except UnicodeDecodeError:
+        raise InvalidInput("key", "must be UTF-8, to be kept with the message", key) from None
 
 
 @dataclass

@@ -52,7 +52,8 @@ class Consumer:
         placement = replace(access.placement, require_replica=strict)
         self._access = replace(access, placement=placement)
         self._options = options
-        self._inbox = Inbox(options.credits, clock=access.clock)
+        # Credit can reach a subscription that it was not meant for, whose id was free for a moment.
+        self._inbox = Inbox(2 * options.credits, clock=access.clock)
         self._progress = Progress(
             options.store_every_messages, options.store_every_seconds, access.clock()
         )

@@ -2,8 +2,9 @@
 
 Each partition has a lane. The rules:
 
-* A lane holds at most `capacity` chunks: as many as the broker has credit for. Credit goes back
-  when a chunk is taken, so a slow application stops the broker, not the memory of this process.
+* A lane holds as many chunks as the broker has credit for. Credit goes back when a chunk is taken,
+  so a slow application stops the broker, not the memory of this process. A broker that sends more
+  than `capacity` chunks is broken.
 * A lane's position is the offset after the last chunk taken. It moves in the same step as the
   chunks leave, so whoever subscribes again at the position loses and repeats nothing.
 * A lane listens to one source at a time, the subscription that is current. When another takes

@@ -63,7 +63,7 @@ def read_range(
     )
     strict = require_replica or access.placement.require_replica
     access = replace(access, placement=replace(access.placement, require_replica=strict))
-    inbox = Inbox(credits, clock=access.clock)
+    inbox = Inbox(2 * credits, clock=access.clock)
     lane = Lane(stream, first)
     subscription = Subscription(lane, inbox, access, options)
     reader = BatchReader(stream, columns, access.limits, check_crc)

@@ -62,6 +62,23 @@ class _Link:
         self.number: int
         self.asked = False  # whether the broker may know of it
         self.lost: Exception | None = None
+        self._credit_lock = threading.Lock()
+        self._left = False
+
+    def give_credit(self, chunks: int) -> None:
+        """Also before the owner knows that it is subscribed: chunks may be taken by then."""
+        with self._credit_lock:
+            if chunks and not self._left and self.lost is None:
+                # A lost connection is dealt with by on_lost, which every link gets.
+                with suppress(WarrenError):
+                    self.client.send(credit_frame(self.number, chunks))
+
+    def leave(self) -> None:
+        """Let go of the id, which may then be another's."""
+        with self._credit_lock:
+            self._left = True
+        if self.lost is None:
+            self.client.detach_subscriber(self.number)
 
     def on_chunk(self, chunk: memoryview) -> None:
         self._owner._arrived(self, chunk)
@@ -142,7 +159,8 @@ class Subscription:
 
     def give_back(self, taken: Taken) -> None:
         """Tell the broker that the application took chunks, so that it sends as many more."""
-        self._give_credit(taken.source, len(taken.chunks))
+        if isinstance(taken.source, _Link):
+            taken.source.give_credit(len(taken.chunks))
 
     def close(self, deadline: float) -> None:
         with self._changed:
@@ -217,8 +235,7 @@ class Subscription:
             if link.asked and not link.client.closed and self._left(deadline) > 0:
                 with suppress(WarrenError):
                     link.client.call(Unsubscribe(link.number), timeout=self._left(deadline))
-            if link.lost is None:
-                link.client.detach_subscriber(link.number)
+        link.leave()
         self._access.pool.release(link.client)
 
     def _recover(self) -> None:
@@ -265,13 +282,6 @@ class Subscription:
         if not self._closed:
             self._inbox.fail(error)
 
-    def _give_credit(self, source: object, chunks: int) -> None:
-        link = self._link
-        if link is not None and link is source and chunks:
-            # A lost connection is dealt with by on_lost, which every link gets.
-            with suppress(WarrenError):
-                link.client.send(credit_frame(link.number, chunks))
-
     def _left(self, deadline: float) -> float:
         return max(0.0, deadline - self._access.clock())
 
@@ -289,9 +299,7 @@ class Subscription:
     def _activity(self, link: _Link, active: bool) -> OffsetSpec:
         if self._activity_of is None:
             return NEXT
-        return self._activity_of.changed(
-            active, link.client, lambda owed: self._give_credit(link, owed)
-        )
+        return self._activity_of.changed(active, link.client, link.give_credit)
 
     def _lost(self, link: _Link, reason: Exception) -> None:
         with self._changed:

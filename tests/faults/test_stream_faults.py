@@ -43,6 +43,7 @@ class Traffic:
         self.longest_silence = 0.0
         self._at_least = at_least
         self._pause = pause
+        self._ended = False
         self._found: dict[str, list[int]] = defaultdict(list)
         self._fault_is_over = threading.Event()
         self._all_stored = threading.Event()
@@ -60,6 +61,7 @@ class Traffic:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended = True
         self._at_least = 0
         self._fault_is_over.set()
         self._consumer.close()
@@ -113,7 +115,7 @@ class Traffic:
     def _read(self) -> None:
         last = time.monotonic()
         while not (self._all_stored.is_set() and self.read >= self.sent):
-            if self._problems:
+            if self._problems or self._ended:
                 return
             for batch in self._consumer.batches(timeout=0.2):
                 now = time.monotonic()

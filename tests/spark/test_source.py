@@ -241,7 +241,7 @@ def test_what_retention_deleted_fails_the_query_and_says_what_is_gone(
     ("options", "said"),
     [
         ({"stream": "a", "superStream": "b"}, "must have exactly one of stream, superStream"),
-        ({"stream": "a", "maxOfsetsPerTrigger": "1"}, "must be among"),
+        ({"stream": "a", "quixotic": "1"}, "must be among columns, connectTimeout"),
         ({"stream": "a", "minPartition": "1"}, "did you mean 'minPartitions'?"),
         ({"stream": "a", "maxOffsetsPerTrigger": "1"}, "is for streaming only"),
         ({"stream": "no-such-stream"}, "option 'stream': must exist; found 'no-such-stream'"),

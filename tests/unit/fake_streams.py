@@ -101,6 +101,8 @@ class FakeClient:
         self.visible: int | None = None
         """How many chunks this node has; None for all."""
         self.loses_after_subscribe = False
+        self.before_answer: Callable[[], object] = lambda: None
+        """Called when a Subscribe was carried out, before its answer is seen."""
         stream.watchers.append(self)
 
     def supports(self, key: Key, version: int = 1) -> bool:  # noqa: ARG002
@@ -154,6 +156,7 @@ class FakeClient:
         self._start(request.subscription_id, request.offset, request.credit)
         self.waits_for_turn = "single-active-consumer" in request.properties
         self.deliver()
+        self.before_answer()
         if self.loses_after_subscribe:
             self.lose()
         return Answer(Code.OK)

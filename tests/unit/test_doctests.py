@@ -12,7 +12,7 @@ import sharding
 
 MODULES = [
     "sharding",
-    *(f"sharding.{module.name}" for module in pkgutil.iter_modules(sharding.__path__)),
+    *(module.name for module in pkgutil.walk_packages(sharding.__path__, "sharding.")),
 ]
 WITH_EXAMPLES = {"sharding.hashing", "sharding.naming", "sharding.policy", "sharding.shard_map"}
 

@@ -141,11 +141,26 @@ def test_slow_application_holds_no_more_chunks_than_credits() -> None:
     assert offsets(consumer) == list(range(1, 20))
 
 
+def test_credit_of_chunks_taken_before_subscribe_was_answered_goes_back() -> None:
+    cluster = FakeCluster(*[1] * 20)
+    consumer = consumer_of(cluster, credits=4)
+    found = offsets(consumer, 6)
+
+    def take_early(client: FakeClient) -> None:
+        client.before_answer = lambda: found.extend(offsets(consumer, 5))
+
+    cluster.on_connect = take_early
+    cluster.client.lose()
+    cluster.run()
+    assert [*found, *offsets(consumer)] == list(range(20))
+    assert cluster.client.subscribed[0].credit == 4
+
+
 def test_broker_that_sends_more_than_it_has_credit_for_ends_the_consumer() -> None:
     cluster = FakeCluster()
     consumer = consumer_of(cluster, credits=2)
     handler = cluster.client.handlers[0]
-    for number in range(3):
+    for number in range(5):
         handler.on_chunk(chunk_of(number, [b"%d" % number]))
     with pytest.raises(ProtocolError, match="credit"):
         offsets(consumer)

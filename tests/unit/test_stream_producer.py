@@ -533,12 +533,19 @@ def test_news_of_an_earlier_connection_is_ignored(make: Make, world: World) -> N
     world.confirms = False
     producer = make(linger=0)
     producer.send(b"a")
-    handler, _ = world.clients[0].handlers[0]
+    earlier, _ = world.clients[0].handlers[0]
     world.lose()
-    handler.on_confirms((1,))
-    handler.on_lost(ConnectionLost("again"))
+    eventually(lambda: len(world.clients) == 2)
+    producer.send(b"b")
+    eventually(lambda: len(world.frames) == 2)
+    earlier.on_confirms((1, 2))
+    earlier.on_refusals([(2, Code.INTERNAL_ERROR)])
+    earlier.on_lost(ConnectionLost("again"))
+    present, _ = world.clients[1].handlers[0]
+    present.on_confirms((2,))
     report = producer.flush(1)
-    assert (report.stored, report.unknown_count) == (0, 1)
+    assert (report.stored, report.refused_count) == (1, 0)
+    assert [failure.number for failure in report.unknown] == [0]
 
 
 def test_odd_answers_during_a_recovery_are_tried_again(make: Make, world: World) -> None:
