@@ -17,6 +17,8 @@ What becomes of the messages is told by `flush`.
   sends again are the same batches, so deduplication holds. An application that repeats messages
   with ids of its own must begin after `last_publishing_ids`: ones that fall into a batch together
   with new messages are stored again.
+* A key that the broker binds to several partitions is sent to each, under one number; a report
+  counts each copy. A key bound to none is refused as `Unroutable`.
 
 Order is kept within a partition. Safe to use from any thread; messages from one thread keep their
 order. The threads behind it are daemons: a producer left open does not keep a process alive.

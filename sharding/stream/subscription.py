@@ -231,10 +231,10 @@ class Subscription:
 
     def _leave(self, link: _Link, deadline: float) -> None:
         """Give up a link's id and its share of the connection."""
-        if link.lost is None:
-            if link.asked and not link.client.closed and self._left(deadline) > 0:
-                with suppress(WarrenError):
-                    link.client.call(Unsubscribe(link.number), timeout=self._left(deadline))
+        left = self._left(deadline)
+        if link.asked and link.lost is None and left > 0:
+            with suppress(WarrenError):
+                link.client.call(Unsubscribe(link.number), timeout=left)
         link.leave()
         self._access.pool.release(link.client)
 

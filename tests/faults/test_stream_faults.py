@@ -84,7 +84,7 @@ class Traffic:
             thread.join(max(0.0, deadline - time.monotonic()))
         assert not self._problems, self._problems
         assert self._all_stored.is_set(), f"not all was stored in time: {self}"
-        assert self.read == self.sent, f"{self}"
+        assert self.read == self.sent, f"{self}; {self._consumer.positions}"
         for stream, numbers in self._found.items():
             assert numbers == sorted(set(numbers)), f"{stream}: repeated or out of order"
 

@@ -100,7 +100,7 @@ def test_partitions_of_rdds_and_dataframes_are_published(
     ("options", "words"),
     [
         ({"superStream": "a", "stream": "b"}, "exactly one of"),
-        ({"superStream": "no-such-stream"}, "'superStream': must exist"),
+        ({"superStream": "no-such", "keyColumn": "customer"}, "'superStream': must exist"),
         ({"stream": "no-such-stream"}, "'stream': must exist"),
         ({"stream": "a", "keyColumn": "nothing"}, "'keyColumn': must be a column"),
         ({"stream": "a", "keyColum": "customer"}, "did you mean 'keyColumn'"),

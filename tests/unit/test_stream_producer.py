@@ -472,6 +472,8 @@ def test_close_flushes_and_reports_and_logs_what_is_unknown(
     world.confirms = False
     unlucky = make(linger=60)
     unlucky.send(b"x")
+    unlucky.flush(0)
+    eventually(lambda: len(world.frames) == 2)
     report = unlucky.close(timeout=0.05)
     assert (report.unknown_count, report.refused_count) == (1, 0)
     assert "is closed: 0 messages are stored; 1 of unknown outcome" in caplog.text
@@ -486,7 +488,8 @@ def test_an_unnamed_producer_never_sends_twice(make: Make, world: World) -> None
     world.confirms = False
     producer = make(linger=60)
     producer.send_many([b"a", b"b"])
-    producer.flush(0.02)
+    producer.flush(0)
+    eventually(lambda: len(world.frames) == 1)
     producer.send(b"c")
     world.confirms = True
     world.lose()
@@ -567,7 +570,8 @@ def test_a_producer_whose_stream_was_deleted_fails(make: Make, world: World) -> 
     world.confirms = False
     producer = make(name="p", linger=60)
     producer.send(b"sent")
-    producer.flush(0.02)
+    producer.flush(0)
+    eventually(lambda: len(world.frames) == 1)
     producer.send(b"not sent")
     world.always = StreamNotFound("Metadata", Code.NO_SUCH_STREAM, "s")
     world.lose()
@@ -723,7 +727,8 @@ def test_a_sub_entry_batch_has_the_id_of_its_last_message_and_is_sent_again_as_i
     world.confirms = False
     producer = make(name="p", linger=60, sub_entry_messages=4, compression=Compression.GZIP)
     producer.send_many([b"x" * 50] * 10)
-    producer.flush(0.02)
+    producer.flush(0)
+    eventually(lambda: len(world.frames) == 1)
     world.confirms = True
     world.lose()
     assert producer.flush(5).stored == 10
