@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import pyarrow as pa
+
 from spark.message_columns import MessageColumns
 from spark.option_values import BadOption
 from spark.own_shards import OwnShards
@@ -31,7 +33,6 @@ from spark.targets import parse, resolve
 from spark.write_options import OWN_SHARDS, WriteOptions
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import Column, DataFrame
     from pyspark.sql.streaming.readwriter import DataStreamWriter
     from pyspark.sql.types import StructType
@@ -88,7 +89,7 @@ def own_shards(streams: Sequence[str], tasks: int | None, order_by: Sequence[str
 def _task_column(own: OwnShards, columns: MessageColumns) -> Column:
     """The number of the task that owns a row's stream."""
     from pyspark.sql import functions
-    from pyspark.sql.pandas.functions import ArrowUDFType, arrow_udf
+    from pyspark.sql.pandas.functions import arrow_udf
     from pyspark.sql.types import IntegerType
 
     if len(own.streams) == 1 or columns.key is None:
@@ -96,14 +97,13 @@ def _task_column(own: OwnShards, columns: MessageColumns) -> Column:
 
     # Spark's own hash is another murmur3 (its tail differs), so the rows go through Python.
     def owners(keys: pa.Array) -> pa.Array:
-        import pyarrow
-
         numbers = [
             None if key is None else own.shard_of(key) % own.tasks for key in keys.to_pylist()
         ]
-        return pyarrow.array(numbers, pyarrow.int32())
+        return pa.array(numbers, pa.int32())
 
-    task_of: Callable[[Column], Column] = arrow_udf(owners, IntegerType(), ArrowUDFType.SCALAR)
+    # By its hints: Spark warns of a kind that is named, and its stub knows no other way.
+    task_of: Callable[[Column], Column] = arrow_udf(owners, IntegerType())  # type: ignore[call-overload]
     return task_of(functions.col(_quoted(columns.key)))
 
 

@@ -83,6 +83,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, object]:  # noqa: N802
         begin = Offsets.from_json(start)
+        if not begin.initial:
+            # Spark plans a batch when the one before it is done, but says commit() only when it
+            # has planned one: for a query that is stopped or has nothing to read, never.
+            self._store(begin)
         batch = self._ask(lambda view: self._plan(view, begin))
         limited = not isinstance(limit, ReadAllAvailable)
         if limited and not begin.initial and self._waits(batch.waiting):
@@ -113,23 +117,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
 
     def commit(self, end: dict[str, Any]) -> None:
-        name = self._options.store_offsets
-        if name is None:
-            return
-        moved = {
-            stream: after - 1
-            for stream, after in Offsets.from_json(end).next.items()
-            if after > 0 and self._stored.get(stream) != after - 1
-        }
-        try:
-            with environment(self._options.connect) as streams:
-                view = ClusterView(streams, self._options)
-                for stream, offset in moved.items():
-                    view.store_offset(name, stream, offset)
-                    self._stored[stream] = offset
-        except WarrenError as error:
-            # It is for others to look at. The checkpoint is what counts, so the query goes on.
-            logger.warning("offsets are not stored in the broker for %r: %s", name, error)
+        self._store(Offsets.from_json(end))
 
     # In tasks
 
@@ -168,6 +156,26 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._target is not None:
             extents = up_to_target(extents, self._target, begin)
         return plan(begin, extents, fail_on_data_loss=self._options.fail_on_data_loss)
+
+    def _store(self, done: Offsets) -> None:
+        """Keep in the broker how far the query is, if that is asked for."""
+        name = self._options.store_offsets
+        moved = {
+            stream: after - 1
+            for stream, after in done.next.items()
+            if after - 1 > self._stored.get(stream, -1)
+        }
+        if name is None or not moved:
+            return
+        try:
+            with environment(self._options.connect) as streams:
+                view = ClusterView(streams, self._options)
+                for stream, offset in moved.items():
+                    view.store_offset(name, stream, offset)
+                    self._stored[stream] = offset
+        except WarrenError as error:
+            # It is for others to look at. The checkpoint is what counts, so the query goes on.
+            logger.warning("offsets are not stored in the broker for %r: %s", name, error)
 
     def _waits(self, waiting: int) -> bool:
         """Whether there is too little for a batch, and none is overdue."""

@@ -256,8 +256,10 @@ def test_what_can_not_be_read_is_said_when_the_query_is_planned(
     session: SparkSession, cluster: Cluster, options: dict[str, str], said: str
 ) -> None:
     with pytest.raises(PySparkException) as caught:
-        load(session, cluster, **options).explain()
+        load(session, cluster, **options).collect()
     assert said in str(caught.value)
+    assert "Job aborted" not in str(caught.value)  # it failed before a task ran
+    assert "\tat org.apache.spark" not in str(caught.value)
     assert "canary-1" not in str(caught.value)
 
 
