@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 from sharding.errors import InvalidInput
 from sharding.route_cache import RouteCache
@@ -70,6 +71,7 @@ class StreamEnvironment:
             idle_timeout=self.options.idle_timeout,
         )
         self._recovery = Recovery()
+        self._open: WeakSet[Producer | Consumer] = WeakSet()
         self._administration = Administration(
             self._locator,
             self._routes,
@@ -96,8 +98,10 @@ class StreamEnvironment:
         return f"<StreamEnvironment of {', '.join(map(str, self._addresses))}>"
 
     def close(self, timeout: float = 5) -> None:
-        """Close every connection; producers and consumers that are still open fail."""
+        """Close the producers and consumers that are still open, and every connection."""
         deadline = time.monotonic() + timeout
+        for user in tuple(self._open):
+            user.close(max(0.1, deadline - time.monotonic()))
         for part in (self._recovery, self._routes, self._pool, self._locator):
             part.close(max(0.1, deadline - time.monotonic()))
 
@@ -176,6 +180,7 @@ class StreamEnvironment:
     def producer(
         self,
         name: str,
+        /,
         options: ProducerOptions | None = None,
         *,
         partitioning: PartitionFunction | Literal["hash", "broker"] = "hash",
@@ -183,7 +188,7 @@ class StreamEnvironment:
     ) -> Producer:
         """A producer to the stream or super stream `name`; `changes` are fields of the options."""
         streams, super_stream = self._streams_of(name)
-        return Producer(
+        producer = Producer(
             streams,
             self._routing(partitioning, super_stream),
             self._routes,
@@ -191,14 +196,18 @@ class StreamEnvironment:
             self._recovery,
             replace(options or ProducerOptions(), **changes),
         )
+        self._open.add(producer)
+        return producer
 
     def consumer(
-        self, name: str, options: ConsumerOptions | None = None, **changes: Any
+        self, name: str, /, options: ConsumerOptions | None = None, **changes: Any
     ) -> Consumer:
         """A consumer of the stream or of all partitions of the super stream `name`."""
         streams, super_stream = self._streams_of(name)
         chosen = replace(options or ConsumerOptions(), **changes)
-        return Consumer(streams, self._access, chosen, super_stream=super_stream)
+        consumer = Consumer(streams, self._access, chosen, super_stream=super_stream)
+        self._open.add(consumer)
+        return consumer
 
     def read_range(
         self, stream: str, first: int, end: int, **how: Any

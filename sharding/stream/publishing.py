@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warren.stream.producer")
 
+# A broker stops reading a connection for good when too many of its messages were lost with their
+# leaders: their credits never come back (seen on 4.0.5). One that is silent so long is replaced.
+_ANSWER_TIMEOUT = 10.0
+
 Deadline = Callable[[], float]
 """How many seconds are left."""
 
@@ -153,7 +157,13 @@ class Publishers:
             publishing = Publishing(client, number, attachment, self._connections)
             try:
                 self._check_filtering(client)
-                publishing.declare(self._name, stream, left)
+                publishing.declare(self._name, stream, lambda: min(left(), _ANSWER_TIMEOUT))
+            except NoAnswerInTime:
+                client.close(timeout=1)
+                publishing.leave()
+                if self._clock() >= deadline:
+                    raise
+                return self.open(stream, listener, deadline)
             except BaseException:
                 publishing.leave()
                 raise

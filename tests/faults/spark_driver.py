@@ -32,6 +32,8 @@ class Copy:
     tasks: int = 3
     rows_per_batch: int = 5_000
     read_partitions: int = 1
+    max_unconfirmed: int = 10
+    """So few that a batch takes long enough to be killed in its middle."""
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -69,10 +71,16 @@ def run(copy: Copy) -> None:
     rows = rows_of(session, copy)
     if copy.sink == "exactly_once":
         writer = exactly_once(
-            rows, superStream=copy.target, uri=copy.uri, order_by=["offset"], tasks=copy.tasks
+            rows,
+            order_by=["offset"],
+            tasks=copy.tasks,
+            superStream=copy.target,
+            uri=copy.uri,
+            maxUnconfirmed=copy.max_unconfirmed,
         )
     else:
         writer = rows.writeStream.format("warren").option("uri", copy.uri)
+        writer = writer.option("maxUnconfirmed", str(copy.max_unconfirmed))
         if copy.sink == "queue":
             writer = writer.option("queue", copy.target).option("amqpUri", copy.amqp_uri)
         else:

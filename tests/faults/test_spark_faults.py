@@ -124,14 +124,11 @@ def finish(copy: Copy, log: Path) -> None:
         assert time.monotonic() < deadline, log.read_text()[-4_000:]
 
 
-def run_until(
-    copy: Copy, log: Path, reached: Callable[[], bool], harm: Callable[[int], None]
-) -> None:
-    """Start the driver, wait for a state in the middle of the work, and do harm to it."""
+def kill_when(copy: Copy, log: Path, reached: Callable[[], bool]) -> None:
+    """Start the driver, wait for a state in the middle of its work, and kill all of it."""
     with driver(replace(copy, **next(SHAPES)), log) as process:
         wait_until(lambda: reached() or process.poll() is not None, RUN_TIMEOUT)
         assert process.poll() is None, log.read_text()[-4_000:]
-        harm(process.pid)
 
 
 def copy_of(cluster: Cluster, sink: str, source: str, target: str, folder: Path) -> Copy:
@@ -148,16 +145,18 @@ def copy_of(cluster: Cluster, sink: str, source: str, target: str, folder: Path)
 
 def kill_drivers_mid_batch(
     environment: StreamEnvironment, copy: Copy, log: Path, streams: tuple[str, ...]
-) -> None:
-    """Three drivers die, each after it has stored a part of another batch."""
-    for times in range(1, 4):
-        middle = times * ROWS_PER_BATCH - ROWS_PER_BATCH // 2
-        run_until(
-            copy,
-            log,
-            lambda middle=middle: count_of(environment, streams) > middle,  # type: ignore[misc]
-            lambda _: None,  # leaving kills the whole group
-        )
+) -> list[int]:
+    """Three drivers die, each in another batch; how many rows were stored each time."""
+    seen = []
+    for batch in range(3):
+        middle = batch * ROWS_PER_BATCH + ROWS_PER_BATCH // 4
+
+        def reached(middle: int = middle) -> bool:
+            return count_of(environment, streams) > middle
+
+        kill_when(copy, log, reached)
+        seen.append(count_of(environment, streams))
+    return seen
 
 
 def test_exactly_once_survives_drivers_killed_mid_batch(
@@ -167,9 +166,10 @@ def test_exactly_once_survives_drivers_killed_mid_batch(
     with super_stream(environment, partitions=4) as target:
         streams = environment.partitions(target)
         copy = copy_of(cluster, "exactly_once", source, target, tmp_path)
-        kill_drivers_mid_batch(environment, copy, log, streams)
+        seen = kill_drivers_mid_batch(environment, copy, log, streams)
         finish(copy, log)
         stored = stored_in(environment, streams)
+    assert any(count % ROWS_PER_BATCH for count in seen), f"none died in a batch: {seen}"
     assert ORDERS.lost_and_twice(stored) == (0, 0)
     ORDERS.assert_in_order(stored)
 
@@ -255,7 +255,7 @@ def test_queue_shards_lose_nothing_when_a_driver_is_killed_mid_batch(
         def depth() -> int:
             return sum(each.messages for each in topology.look_at(shards).values() if each)
 
-        run_until(copy, log, lambda: depth() > ROWS_PER_BATCH // 2, lambda _: None)
+        kill_when(copy, log, lambda: depth() > ROWS_PER_BATCH // 4)
         finish(copy, log)
         taken = drain(cluster.nodes[0], shards)
         topology.clear_policy(logical)

@@ -66,6 +66,9 @@ class FakeClient:
     def call(self, request: Request[Answer], timeout: float | None = None) -> Answer:
         assert timeout is None or timeout > 0
         self.world.calls.append(request)
+        if self.world.silent > 0:
+            self.world.silent -= 1
+            raise NoAnswerInTime("silent")
         match request:
             case DeclarePublisher():
                 self.declared[request.publisher_id] = request
@@ -140,6 +143,8 @@ class World:
     failures: list[Exception] = field(default_factory=list)
     """What the next tries to connect end with."""
     always: Exception | None = None
+    silent: int = 0
+    """So many requests get no answer."""
 
     def sequence(self, name: str, stream: str) -> int:
         return self.last_ids.get((name, stream), 0)
@@ -549,6 +554,14 @@ def test_news_of_an_earlier_connection_is_ignored(make: Make, world: World) -> N
     report = producer.flush(1)
     assert (report.stored, report.refused_count) == (1, 0)
     assert [failure.number for failure in report.unknown] == [0]
+
+
+def test_a_connection_that_does_not_answer_is_replaced(make: Make, world: World) -> None:
+    world.silent = 1
+    producer = make()
+    assert [client.closed for client in world.clients] == [True, False]
+    producer.send(b"x")
+    assert producer.flush(5).stored == 1
 
 
 def test_odd_answers_during_a_recovery_are_tried_again(make: Make, world: World) -> None:
