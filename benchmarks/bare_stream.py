@@ -9,9 +9,8 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from sharding.stream.handshake import Open, PeerProperties, SaslAuthenticate, SaslHandshake
-from sharding.stream.protocol import FIRST, RESPONSE, Broker, Key
-from sharding.stream.requests import (
+from sharding.stream.frames.handshake import Open, PeerProperties, SaslAuthenticate, SaslHandshake
+from sharding.stream.frames.requests import (
     DeclarePublisher,
     Request,
     Subscribe,
@@ -19,6 +18,7 @@ from sharding.stream.requests import (
     publish_header,
     tune_frame,
 )
+from sharding.stream.protocol import FIRST, RESPONSE, Broker, Key
 
 _FRAME = struct.Struct(">IHH")
 _COUNT = struct.Struct(">I")

@@ -26,7 +26,7 @@ import rstream
 from benchmarks.bare_stream import BareStream, publish_frames
 from benchmarks.rounds import alternate, print_ratio
 from sharding.stream import Compression, StreamArguments, StreamEnvironment
-from sharding.stream.producer_options import ProducerOptions
+from sharding.stream.producing.producer_options import ProducerOptions
 from sharding.stream.protocol import Broker
 from tests.cluster import Cluster, wait_until
 

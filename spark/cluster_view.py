@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sharding.errors import Unreachable
-from sharding.stream.access import Access
-from sharding.stream.consumer_options import ConsumerOptions
+from sharding.stream.consuming.consumer_options import ConsumerOptions
 from sharding.stream.errors import StreamNotFound
 from sharding.stream.handlers import SubscriberHandler
+from sharding.stream.network.access import Access
 from sharding.stream.protocol import Broker, OffsetSpec
 from spark.columns import client_columns
 from spark.filtered_ranges import read_filtered
@@ -23,8 +23,8 @@ from spark.selection import listed_streams
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from sharding.stream.client import StreamClient
     from sharding.stream.environment import StreamEnvironment
+    from sharding.stream.network.client import StreamClient
 
 _QUERIES_AT_ONCE = 8
 """A query for the ends of a stream is a few milliseconds of waiting."""
@@ -85,7 +85,7 @@ class ClusterView:
 
     def read(self, found: StreamRange) -> Iterator[tuple[pa.RecordBatch, str]]:
         """The rows of a range, each batch with the node it came from, if that is a column."""
-        from sharding.stream.reading import read_range
+        from sharding.stream.consuming.reading import read_range
 
         options = self._options
         columns = client_columns(options.columns, options.raw)

@@ -15,24 +15,24 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from sharding.errors import Unreachable, WarrenError
-from sharding.stream.access import Access
-from sharding.stream.chunk import parse_header
-from sharding.stream.columns import Columns
-from sharding.stream.consumer_options import ConsumerOptions
-from sharding.stream.data_loss import is_lost
+from sharding.stream.consuming.consumer_options import ConsumerOptions
+from sharding.stream.consuming.data_loss import is_lost
+from sharding.stream.consuming.probe import Ends, first_and_last, leader_ends
+from sharding.stream.consuming.starting import check_abilities
 from sharding.stream.errors import DataLost
-from sharding.stream.placement import consumer_candidates
-from sharding.stream.probe import Ends, first_and_last, leader_ends
+from sharding.stream.formats.chunk import parse_header
+from sharding.stream.formats.columns import Columns
+from sharding.stream.frames.requests import Metadata, Subscribe, Unsubscribe
+from sharding.stream.network.access import Access
+from sharding.stream.network.placement import consumer_candidates
 from sharding.stream.protocol import NEXT, OffsetSpec
-from sharding.stream.requests import Metadata, Subscribe, Unsubscribe
-from sharding.stream.starting import check_abilities
 from spark.filters import ChunkFilter
 from spark.partitions import StreamRange
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from sharding.stream.client import StreamClient
+    from sharding.stream.network.client import StreamClient
 
 _CHUNKS_PER_ROUND = 32
 _TIMEOUT = 60.0
@@ -52,7 +52,7 @@ def read_filtered(
 
     A connection that is lost fails the reading; Spark runs the task again.
     """
-    from sharding.stream.arrow import BatchReader
+    from sharding.stream.formats.arrow import BatchReader
 
     options = ConsumerOptions(
         filter_values=chunk_filter.values, match_unfiltered=chunk_filter.match_unfiltered

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
-from sharding.stream.codecs import Compression
-from sharding.stream.producer_options import ProducerOptions
+from sharding.stream.formats.codecs import Compression
+from sharding.stream.producing.producer_options import ProducerOptions
 from spark.messages import Key, Messages
 from spark.write_options import WriteOptions
 
 if TYPE_CHECKING:
-    from sharding.stream.producer import Producer
+    from sharding.stream.producing.producer import Producer
 
 _CLOSE_TIMEOUT = 2.0
 

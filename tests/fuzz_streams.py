@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from sharding.stream.arrow import BatchReader
-from sharding.stream.chunk import messages
-from sharding.stream.codecs import Compression
-from sharding.stream.columns import Columns
-from sharding.stream.connection import Connection
 from sharding.stream.errors import ProtocolError, StreamRefused
-from sharding.stream.message import Properties, decode_message, encode_data, encode_message
+from sharding.stream.formats.arrow import BatchReader
+from sharding.stream.formats.chunk import messages
+from sharding.stream.formats.codecs import Compression
+from sharding.stream.formats.columns import Columns
+from sharding.stream.formats.message import Properties, decode_message, encode_data, encode_message
+from sharding.stream.frames.connection import Connection
 from sharding.stream.protocol import MIB, Limits
 from tests.chunks import SubBatch, chunk
 from tests.stream_frames import (

@@ -7,12 +7,13 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from sharding.stream import admin_requests, requests, wire
-from sharding.stream.connection import Connection
-from sharding.stream.events import Event, ToSend
-from sharding.stream.handshake import Close, Login
+from sharding.stream.frames import admin_requests, requests
+from sharding.stream.frames import primitives as wire
+from sharding.stream.frames.connection import Connection
+from sharding.stream.frames.events import Event, ToSend
+from sharding.stream.frames.handshake import Close, Login
+from sharding.stream.frames.requests import Request
 from sharding.stream.protocol import FIRST, RESPONSE, Code, Key, Limits
-from sharding.stream.requests import Request
 
 OK = struct.pack(">H", Code.OK)
 PASSWORD = "a-password-nobody-may-see"

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from sharding.stream.client import StreamClient
+from sharding.stream.network.client import StreamClient
 from sharding.stream.protocol import OffsetSpec
 
 PATIENCE = 5.0

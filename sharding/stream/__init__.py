@@ -2,10 +2,9 @@
 
 from sharding.route_options import RouteOptions
 from sharding.routes import StreamRoute
-from sharding.stream.codecs import Compression
-from sharding.stream.columns import Columns
-from sharding.stream.consumer import Consumer
-from sharding.stream.consumer_options import ConsumerOptions
+from sharding.stream.consuming.consumer import Consumer
+from sharding.stream.consuming.consumer_options import ConsumerOptions
+from sharding.stream.consuming.probe import Ends
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.environment_options import EnvironmentOptions
 from sharding.stream.errors import (
@@ -23,13 +22,14 @@ from sharding.stream.errors import (
     StreamRefused,
     StreamUnavailable,
 )
-from sharding.stream.message import Message
-from sharding.stream.probe import Ends
-from sharding.stream.producer import Producer
-from sharding.stream.producer_options import ProducerOptions
-from sharding.stream.properties import Properties
+from sharding.stream.formats.codecs import Compression
+from sharding.stream.formats.columns import Columns
+from sharding.stream.formats.message import Message
+from sharding.stream.formats.properties import Properties
+from sharding.stream.producing.producer import Producer
+from sharding.stream.producing.producer_options import ProducerOptions
+from sharding.stream.producing.report import Failure, NotStored, PerhapsNotStored, Report
 from sharding.stream.protocol import Broker, Limits
-from sharding.stream.report import Failure, NotStored, PerhapsNotStored, Report
 from sharding.stream.stream_arguments import StreamArguments
 
 __all__ = [

@@ -7,17 +7,17 @@ from typing import Protocol, TypeVar
 
 from sharding.errors import InvalidInput
 from sharding.route_cache import RouteCache
-from sharding.stream.admin_requests import (
+from sharding.stream.errors import StreamExists, StreamNotFound
+from sharding.stream.frames.admin_requests import (
     Create,
     CreateSuperStream,
     Delete,
     DeleteSuperStream,
     StreamStats,
 )
-from sharding.stream.answers import Answer
-from sharding.stream.errors import StreamExists, StreamNotFound
+from sharding.stream.frames.answers import Answer
+from sharding.stream.frames.requests import Request
 from sharding.stream.protocol import Key
-from sharding.stream.requests import Request
 from sharding.stream.stream_arguments import StreamArguments
 from sharding.stream.super_streams import SuperStreamsOverAmqp
 

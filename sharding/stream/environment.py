@@ -25,25 +25,25 @@ from weakref import WeakSet
 from sharding.errors import InvalidInput
 from sharding.route_cache import RouteCache
 from sharding.routes import StreamRoute
-from sharding.stream.access import Access
 from sharding.stream.administration import Administration
-from sharding.stream.broker_routes import BrokerRoutes
-from sharding.stream.client import ConnectOptions, Login, StreamClient, connect
-from sharding.stream.consumer import Consumer
-from sharding.stream.consumer_options import ConsumerOptions
+from sharding.stream.consuming.consumer import Consumer
+from sharding.stream.consuming.consumer_options import ConsumerOptions
+from sharding.stream.consuming.probe import Ends, leader_ends
+from sharding.stream.consuming.reading import read_range
 from sharding.stream.environment_options import EnvironmentOptions
 from sharding.stream.errors import StreamNotFound
-from sharding.stream.locator import Locator
-from sharding.stream.partitioning import PartitionFunction, by_hash
-from sharding.stream.placement import Placement
-from sharding.stream.pool import Pool
-from sharding.stream.probe import Ends, leader_ends
-from sharding.stream.producer import Producer
-from sharding.stream.producer_options import ProducerOptions
+from sharding.stream.frames.requests import QueryOffset
+from sharding.stream.network.access import Access
+from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
+from sharding.stream.network.locator import Locator
+from sharding.stream.network.placement import Placement
+from sharding.stream.network.pool import Pool
+from sharding.stream.network.recovery import Recovery
+from sharding.stream.producing.broker_routes import BrokerRoutes
+from sharding.stream.producing.partitioning import PartitionFunction, by_hash
+from sharding.stream.producing.producer import Producer
+from sharding.stream.producing.producer_options import ProducerOptions
 from sharding.stream.protocol import Broker
-from sharding.stream.reading import read_range
-from sharding.stream.recovery import Recovery
-from sharding.stream.requests import QueryOffset
 from sharding.stream.stream_arguments import StreamArguments
 from sharding.stream.super_streams import SuperStreamsOverAmqp
 from sharding.stream.uris import StreamUri, parse_all

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 import pytest
 
 from sharding.route_cache import RouteCache
-from sharding.stream.admin_requests import Create, Delete
-from sharding.stream.client import ConnectOptions, StreamClient, connect
 from sharding.stream.errors import NodeNotReached
-from sharding.stream.locator import Locator
-from sharding.stream.placement import Placement, consumer_candidates
-from sharding.stream.pool import Pool
+from sharding.stream.frames.admin_requests import Create, Delete
+from sharding.stream.frames.requests import DeclarePublisher, Subscribe
+from sharding.stream.network.client import ConnectOptions, StreamClient, connect
+from sharding.stream.network.locator import Locator
+from sharding.stream.network.placement import Placement, consumer_candidates
+from sharding.stream.network.pool import Pool
 from sharding.stream.protocol import FIRST, NEXT, Broker, OffsetSpec
-from sharding.stream.requests import DeclarePublisher, Subscribe
 from tests.cluster import Balancer, Cluster, Node
 
 pytestmark = pytest.mark.cluster

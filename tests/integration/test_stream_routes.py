@@ -14,10 +14,10 @@ import pytest
 from sharding.route_cache import RouteCache
 from sharding.route_options import RouteOptions
 from sharding.routes import leader_of
-from sharding.stream.admin_requests import Create, Delete
-from sharding.stream.client import ConnectOptions, StreamClient, connect
 from sharding.stream.errors import StreamNotFound
-from sharding.stream.locator import Locator
+from sharding.stream.frames.admin_requests import Create, Delete
+from sharding.stream.network.client import ConnectOptions, StreamClient, connect
+from sharding.stream.network.locator import Locator
 from sharding.stream.protocol import Broker
 from tests.cluster import Cluster, Node, wait_until
 

@@ -15,16 +15,21 @@ from pathlib import Path
 import pytest
 
 from sharding.errors import Unreachable
-from sharding.stream.admin_requests import Create, Delete
-from sharding.stream.client import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.errors import (
     AccessRefused,
     AuthenticationFailed,
     PeerNotTrusted,
     ProtocolError,
 )
+from sharding.stream.frames.admin_requests import Create, Delete
+from sharding.stream.frames.requests import (
+    DeclarePublisher,
+    Subscribe,
+    credit_frame,
+    publish_header,
+)
+from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.protocol import FIRST, NEXT, Broker, OffsetSpec
-from sharding.stream.requests import DeclarePublisher, Subscribe, credit_frame, publish_header
 from tests.certificates import Authority
 from tests.cluster import Cluster, sources
 from tests.cluster.folders import clusters_folder

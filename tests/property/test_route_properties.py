@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sharding.route_options import RouteOptions
 from sharding.route_state import RouteState
 from sharding.routes import Finding, Kind, Missing, StreamRoute, Target
-from sharding.stream.balancer import Tries
-from sharding.stream.placement import Placement, consumer_candidates
+from sharding.stream.network.balancer import Tries
+from sharding.stream.network.placement import Placement, consumer_candidates
 from sharding.stream.protocol import Broker, Code
 
 NODES = [Broker(host, 5552) for host in "abc"]

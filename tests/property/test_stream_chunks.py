@@ -10,13 +10,19 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.stream.amqp_types import Timestamp, as_text
-from sharding.stream.arrow import BatchReader
-from sharding.stream.chunk import HEADER_SIZE, messages, parse_header
-from sharding.stream.codecs import Compression
-from sharding.stream.columns import Columns
 from sharding.stream.errors import ProtocolError
-from sharding.stream.message import Message, Properties, decode_message, encode_data, encode_message
+from sharding.stream.formats.amqp_types import Timestamp, as_text
+from sharding.stream.formats.arrow import BatchReader
+from sharding.stream.formats.chunk import HEADER_SIZE, messages, parse_header
+from sharding.stream.formats.codecs import Compression
+from sharding.stream.formats.columns import Columns
+from sharding.stream.formats.message import (
+    Message,
+    Properties,
+    decode_message,
+    encode_data,
+    encode_message,
+)
 from sharding.stream.protocol import Limits
 from tests.chunks import HEADER, TIMESTAMP_MS, SubBatch, chunk, chunk_of
 

@@ -7,12 +7,12 @@ import contextlib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.stream import wire
 from sharding.stream.errors import ProtocolError
-from sharding.stream.events import Event
-from sharding.stream.framing import FrameReader
+from sharding.stream.frames import primitives as wire
+from sharding.stream.frames.events import Event
+from sharding.stream.frames.framing import FrameReader
+from sharding.stream.frames.primitives import Reader
 from sharding.stream.protocol import MIB, Key, Limits
-from sharding.stream.wire import Reader
 from tests.fuzz_streams import GROWTH_MAX, fuzz
 from tests.stream_frames import PUSHED, asked, frame, handshake, new_connection, open_connection
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
-from sharding.stream.consumer_options import ConsumerOptions
+from sharding.stream.consuming.consumer_options import ConsumerOptions
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.stream_arguments import StreamArguments
 from tests.cluster import Cluster, wait_until

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sharding.stream.columns import Columns
 from sharding.stream.environment import StreamEnvironment
-from sharding.stream.partitioning import by_hash
+from sharding.stream.formats.columns import Columns
+from sharding.stream.producing.partitioning import by_hash
 from tests.cluster import Cluster
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from sharding.routes import StreamRoute
-from sharding.stream.access import Access
-from sharding.stream.answers import Answer, MetadataAnswer, OffsetAnswer, StatsAnswer
 from sharding.stream.errors import ConnectionLost, refusal
+from sharding.stream.formats.message import encode_data
+from sharding.stream.frames.answers import Answer, MetadataAnswer, OffsetAnswer, StatsAnswer
+from sharding.stream.frames.requests import Subscribe, Unsubscribe
 from sharding.stream.handlers import SubscriberHandler
-from sharding.stream.message import encode_data
-from sharding.stream.placement import Placement
+from sharding.stream.network.access import Access
+from sharding.stream.network.placement import Placement
 from sharding.stream.protocol import Broker, Code, Key, OffsetSpec, OffsetType
-from sharding.stream.requests import Subscribe, Unsubscribe
 
 A, B, C = Broker("a", 1), Broker("b", 1), Broker("c", 1)
 

@@ -11,11 +11,17 @@ from uuid import UUID
 import pytest
 
 from sharding.errors import InvalidInput
-from sharding.stream.amqp_reader import MAX_DEPTH, AmqpReader
-from sharding.stream.amqp_types import AmqpValue, Described, Symbol, Timestamp, as_text
-from sharding.stream.amqp_writer import write_value
 from sharding.stream.errors import ProtocolError
-from sharding.stream.message import Message, Properties, decode_message, encode_data, encode_message
+from sharding.stream.formats.amqp_reader import MAX_DEPTH, AmqpReader
+from sharding.stream.formats.amqp_types import AmqpValue, Described, Symbol, Timestamp, as_text
+from sharding.stream.formats.amqp_writer import write_value
+from sharding.stream.formats.message import (
+    Message,
+    Properties,
+    decode_message,
+    encode_data,
+    encode_message,
+)
 
 ID = UUID("12345678-1234-5678-1234-567812345678")
 

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 
 from sharding.errors import InvalidInput
-from sharding.stream import arrow
-from sharding.stream.amqp_types import Symbol, Timestamp
-from sharding.stream.arrow import BatchReader
-from sharding.stream.codecs import Compression
-from sharding.stream.columns import Columns
 from sharding.stream.errors import ProtocolError
-from sharding.stream.message import Properties, encode_data, encode_message
+from sharding.stream.formats import arrow
+from sharding.stream.formats.amqp_types import Symbol, Timestamp
+from sharding.stream.formats.arrow import BatchReader
+from sharding.stream.formats.codecs import Compression
+from sharding.stream.formats.columns import Columns
+from sharding.stream.formats.message import Properties, encode_data, encode_message
 from sharding.stream.protocol import Limits
 from tests.chunks import TIMESTAMP_MS, SubBatch, chunk, chunk_of, sub_batch_entry, with_length
 

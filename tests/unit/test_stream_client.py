@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sharding.stream.admin_requests import Create, StreamStats
-from sharding.stream.client import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.errors import (
     ClientFull,
     ConnectionLost,
@@ -19,8 +17,10 @@ from sharding.stream.errors import (
     StreamExists,
     StreamUnavailable,
 )
+from sharding.stream.frames.admin_requests import Create, StreamStats
+from sharding.stream.frames.requests import QueryOffset, activity_answer_frame, credit_frame
+from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.protocol import Broker, Code, Key, OffsetSpec
-from sharding.stream.requests import QueryOffset, activity_answer_frame, credit_frame
 from tests.fake_broker import FakeBroker, Peer
 from tests.stream_frames import CHUNK, CLOSE, PUSHED, answer, frame
 from tests.stream_recorder import PATIENCE, Recorder, attached

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sharding.stream import outgoing
-from sharding.stream.admin_requests import Create
-from sharding.stream.client import ConnectOptions, StreamClient, connect
 from sharding.stream.errors import ConnectionLost
+from sharding.stream.frames.admin_requests import Create
+from sharding.stream.frames.requests import activity_answer_frame, credit_frame
+from sharding.stream.network import outgoing
+from sharding.stream.network.client import ConnectOptions, StreamClient, connect
 from sharding.stream.protocol import Key, OffsetSpec
-from sharding.stream.requests import activity_answer_frame, credit_frame
 from tests.fake_broker import FakeBroker, Peer
 from tests.stream_frames import PUSHED, frame
 from tests.stream_recorder import PATIENCE, Recorder, attached

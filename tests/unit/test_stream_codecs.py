@@ -10,8 +10,8 @@ import cramjam
 import pytest
 
 from sharding.errors import LocalError
-from sharding.stream.codecs import Compression, compress, decompress, require
 from sharding.stream.errors import ProtocolError
+from sharding.stream.formats.codecs import Compression, compress, decompress, require
 from sharding.stream.protocol import Limits
 
 CONTENT = b"".join(b"message %d, " % number for number in range(20_000))

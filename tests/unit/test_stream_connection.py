@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from sharding import InvalidInput
-from sharding.stream import connection as module
-from sharding.stream.admin_requests import Create, ResolveOffsetSpec, StreamStats
-from sharding.stream.answers import Answer
-from sharding.stream.connection import Connection
 from sharding.stream.errors import NotSupported, ProtocolError, TooManyRequests
-from sharding.stream.events import (
+from sharding.stream.frames import connection as module
+from sharding.stream.frames.admin_requests import Create, ResolveOffsetSpec, StreamStats
+from sharding.stream.frames.answers import Answer
+from sharding.stream.frames.connection import Connection
+from sharding.stream.frames.events import (
     ActivityAsked,
     Answered,
     ChunkArrived,
@@ -25,9 +25,9 @@ from sharding.stream.events import (
     StreamChanged,
     ToSend,
 )
+from sharding.stream.frames.primitives import Reader
+from sharding.stream.frames.requests import Partitions, Route, close_answer_frame
 from sharding.stream.protocol import FIRST, Key, Limits
-from sharding.stream.requests import Partitions, Route, close_answer_frame
-from sharding.stream.wire import Reader
 from tests.stream_frames import (
     ANSWERED,
     CHUNK,

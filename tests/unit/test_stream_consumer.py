@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from sharding.errors import InvalidInput, Unreachable
-from sharding.stream.consumer import Consumer
-from sharding.stream.consumer_options import ConsumerOptions, offset_spec
+from sharding.stream.consuming.consumer import Consumer
+from sharding.stream.consuming.consumer_options import ConsumerOptions, offset_spec
+from sharding.stream.consuming.reading import read_range
 from sharding.stream.errors import (
     AuthenticationFailed,
     DataLost,
@@ -20,9 +21,8 @@ from sharding.stream.errors import (
     StreamNotFound,
     refusal,
 )
+from sharding.stream.frames.requests import Subscribe
 from sharding.stream.protocol import Code, OffsetSpec
-from sharding.stream.reading import read_range
-from sharding.stream.requests import Subscribe
 from tests.unit.fake_streams import A, FakeClient, FakeCluster, chunk_of
 
 

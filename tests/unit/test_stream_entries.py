@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from sharding.errors import InvalidInput
-from sharding.stream import entries
-from sharding.stream.batch import Batch
-from sharding.stream.codecs import Compression, decompress
-from sharding.stream.message import encode_data, encode_message
-from sharding.stream.outgoing_messages import with_key
+from sharding.stream.formats.codecs import Compression, decompress
+from sharding.stream.formats.message import encode_data, encode_message
+from sharding.stream.producing import entries
+from sharding.stream.producing.batch import Batch
+from sharding.stream.producing.outgoing_messages import with_key
 from sharding.stream.protocol import Limits
 
 SIZES = [0, 1, 100, 254, 255, 256, 257, 70_000]

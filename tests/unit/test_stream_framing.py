@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from sharding.stream.errors import ProtocolError
-from sharding.stream.framing import FIRST_STEP, READ_BUFFER, Frame, FrameReader
+from sharding.stream.frames.framing import FIRST_STEP, READ_BUFFER, Frame, FrameReader
 from sharding.stream.protocol import MIB, Key, Limits
 from tests.stream_frames import frame
 

@@ -7,12 +7,12 @@ import struct
 import pytest
 
 from sharding import InvalidInput
-from sharding.stream.connection import Connection
 from sharding.stream.errors import AccessRefused, AuthenticationFailed, ProtocolError
-from sharding.stream.events import Opened
-from sharding.stream.handshake import Login
+from sharding.stream.frames.connection import Connection
+from sharding.stream.frames.events import Opened
+from sharding.stream.frames.handshake import Login
+from sharding.stream.frames.requests import tune_frame
 from sharding.stream.protocol import Broker, Code, Key, Limits
-from sharding.stream.requests import tune_frame
 from tests.stream_frames import (
     LOGIN,
     PASSWORD,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.errors import Unreachable
-from sharding.stream.inbox import Inbox, Lane, Taken
+from sharding.stream.consuming.inbox import Inbox, Lane, Taken
 
 
 def chunk(size: int = 10) -> memoryview:

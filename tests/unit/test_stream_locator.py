@@ -14,9 +14,6 @@ import pytest
 
 from sharding.errors import InvalidInput, LocalError, Unreachable
 from sharding.routes import Missing, Partitions, StreamRoute
-from sharding.stream import admin_requests, requests
-from sharding.stream.answers import MetadataAnswer, OffsetAnswer, PartitionsAnswer, StreamMetadata
-from sharding.stream.client import StreamClient
 from sharding.stream.errors import (
     AuthenticationFailed,
     ConnectionLost,
@@ -25,7 +22,15 @@ from sharding.stream.errors import (
     StreamUnavailable,
     refusal,
 )
-from sharding.stream.locator import ARM_REFERENCE, Locator
+from sharding.stream.frames import admin_requests, requests
+from sharding.stream.frames.answers import (
+    MetadataAnswer,
+    OffsetAnswer,
+    PartitionsAnswer,
+    StreamMetadata,
+)
+from sharding.stream.network.client import StreamClient
+from sharding.stream.network.locator import ARM_REFERENCE, Locator
 from sharding.stream.protocol import Broker, Code
 from tests.cluster import wait_until
 from tests.unit.stream_fakes import FakeClient, as_client

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 
-from sharding.stream.batch import Batch, failures
-from sharding.stream.outbox import Outbox
+from sharding.stream.producing.batch import Batch, failures
+from sharding.stream.producing.outbox import Outbox
 
 
 def batch(first: int, count: int) -> Batch:

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 from sharding.routes import StreamRoute
-from sharding.stream.placement import Placement, consumer_candidates
+from sharding.stream.network.placement import Placement, consumer_candidates
 from sharding.stream.protocol import Broker
 
 A, B, C, D = (Broker(host, 5552) for host in "abcd")

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from sharding.errors import LocalError, ShardUnavailable, Unreachable
-from sharding.stream.balancer import Tries
-from sharding.stream.client import StreamClient
 from sharding.stream.errors import AuthenticationFailed, NodeNotReached
-from sharding.stream.pool import Pool
+from sharding.stream.network.balancer import Tries
+from sharding.stream.network.client import StreamClient
+from sharding.stream.network.pool import Pool
 from sharding.stream.protocol import Broker, Code
 from tests.cluster import wait_until
 from tests.unit.stream_fakes import FakeClient, Handler, as_client, fake_of

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from sharding.stream.data_loss import is_lost
+from sharding.stream.consuming.data_loss import is_lost
+from sharding.stream.consuming.probe import Ends, first_and_last, leader_ends
 from sharding.stream.errors import ConnectionLost, NoAnswerInTime
-from sharding.stream.probe import Ends, first_and_last, leader_ends
-from sharding.stream.requests import Metadata
+from sharding.stream.frames.requests import Metadata
 from tests.unit.fake_streams import A, FakeClient, FakeCluster, FakeStream
 
 

@@ -13,10 +13,6 @@ import pytest
 
 from sharding.errors import InvalidInput, LocalError, OutcomeUnknown, is_retryable
 from sharding.hashing import murmur3
-from sharding.stream.answers import Answer, RouteAnswer, SequenceAnswer
-from sharding.stream.broker_routes import BrokerRoutes
-from sharding.stream.client import StreamClient
-from sharding.stream.codecs import Compression
 from sharding.stream.errors import (
     AuthenticationFailed,
     ConnectionLost,
@@ -25,23 +21,27 @@ from sharding.stream.errors import (
     StreamNotFound,
     refusal,
 )
-from sharding.stream.handlers import PublisherHandler
-from sharding.stream.message import encode_data, encode_message
-from sharding.stream.partitioning import by_hash
-from sharding.stream.producer import Producer
-from sharding.stream.producer_options import ProducerOptions
-from sharding.stream.properties import Properties
-from sharding.stream.protocol import Broker, Code, Key
-from sharding.stream.recovery import Recovery
-from sharding.stream.report import NotStored, PerhapsNotStored
-from sharding.stream.requests import (
+from sharding.stream.formats.codecs import Compression
+from sharding.stream.formats.message import encode_data, encode_message
+from sharding.stream.formats.properties import Properties
+from sharding.stream.frames.answers import Answer, RouteAnswer, SequenceAnswer
+from sharding.stream.frames.requests import (
     DeclarePublisher,
     DeletePublisher,
     QueryPublisherSequence,
     Request,
     Route,
 )
-from sharding.stream.targets import Unroutable
+from sharding.stream.handlers import PublisherHandler
+from sharding.stream.network.client import StreamClient
+from sharding.stream.network.recovery import Recovery
+from sharding.stream.producing.broker_routes import BrokerRoutes
+from sharding.stream.producing.partitioning import by_hash
+from sharding.stream.producing.producer import Producer
+from sharding.stream.producing.producer_options import ProducerOptions
+from sharding.stream.producing.report import NotStored, PerhapsNotStored
+from sharding.stream.producing.targets import Unroutable
+from sharding.stream.protocol import Broker, Code, Key
 
 LEADER = Broker("rmq0", 5552)
 Entry = tuple[int, bytes]

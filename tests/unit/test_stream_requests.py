@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from sharding import InvalidInput
-from sharding.stream import admin_requests, requests
-from sharding.stream.answers import (
+from sharding.stream.errors import ProtocolError
+from sharding.stream.frames import admin_requests, requests
+from sharding.stream.frames.answers import (
     Answer,
     MetadataAnswer,
     OffsetAnswer,
@@ -18,8 +19,7 @@ from sharding.stream.answers import (
     StreamMetadata,
     VersionRange,
 )
-from sharding.stream.errors import ProtocolError
-from sharding.stream.handshake import (
+from sharding.stream.frames.handshake import (
     Close,
     ExchangeCommandVersions,
     Open,
@@ -27,9 +27,9 @@ from sharding.stream.handshake import (
     SaslAuthenticate,
     SaslHandshake,
 )
+from sharding.stream.frames.primitives import Reader
+from sharding.stream.frames.requests import Request
 from sharding.stream.protocol import FIRST, NEXT, Broker, Code, OffsetSpec
-from sharding.stream.requests import Request
-from sharding.stream.wire import Reader
 from tests.stream_frames import ANSWERED, METADATA, OK, PASSWORD
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from sharding import InvalidInput
-from sharding.stream import wire
 from sharding.stream.errors import ProtocolError
+from sharding.stream.frames import primitives as wire
+from sharding.stream.frames.primitives import Reader
 from sharding.stream.protocol import FIRST, LAST, NEXT, OffsetSpec
-from sharding.stream.wire import Reader
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from sharding.stream import wire_log as module
-from sharding.stream.client import ConnectOptions, connect
-from sharding.stream.framing import Frame
-from sharding.stream.handshake import SaslAuthenticate
-from sharding.stream.requests import credit_frame, heartbeat_frame, publish_header
-from sharding.stream.wire_log import VARIABLE, WireLog, described, wire_log
+from sharding.stream.frames import wire_log as module
+from sharding.stream.frames.framing import Frame
+from sharding.stream.frames.handshake import SaslAuthenticate
+from sharding.stream.frames.requests import credit_frame, heartbeat_frame, publish_header
+from sharding.stream.frames.wire_log import VARIABLE, WireLog, described, wire_log
+from sharding.stream.network.client import ConnectOptions, connect
 from tests.fake_broker import FakeBroker
 from tests.stream_frames import LOGIN, PASSWORD
 

@@ -1,0 +1,1 @@
+"""From subscriptions to batches and messages, each once and in order."""

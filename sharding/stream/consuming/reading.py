@@ -1,0 +1,106 @@
+"""A range of one stream, read exactly: every row that is stored in it, then the end.
+
+Offsets are no promise that there is a message, so the range may end where none will ever come.
+That is settled beforehand: if the node that is read from has a message at or after the end of the
+range, reading stops there at the latest. If not, it may be behind the others, or the range may go
+past the stream; the leader knows which, and its last message becomes the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sharding.errors import InvalidInput, Unreachable, WarrenError, is_retryable
+from sharding.stream.consuming.consumer_options import ConsumerOptions, OnDataLoss
+from sharding.stream.consuming.data_loss import without_gap
+from sharding.stream.consuming.inbox import Inbox, Lane
+from sharding.stream.consuming.probe import first_and_last, leader_ends
+from sharding.stream.consuming.subscription import Subscription
+from sharding.stream.errors import NoAnswerInTime
+from sharding.stream.formats.columns import Columns
+from sharding.stream.network.access import Access
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_TRY_AGAIN = 0.2
+_CLOSE_TIMEOUT = 5.0
+
+
+def read_range(
+    access: Access,
+    stream: str,
+    first: int,
+    end: int,
+    *,
+    columns: Columns = Columns(),
+    check_crc: bool = True,
+    on_data_loss: OnDataLoss = "raise",
+    require_replica: bool = False,
+    credits: int = ConsumerOptions.credits,  # noqa: A002
+    timeout: float = 60,
+) -> Iterator[pa.RecordBatch]:
+    """Record batches with exactly the messages at offsets from `first` up to `end`, without it.
+
+    What is not stored yet when the reading begins is not waited for. Messages that retention
+    deleted raise `DataLost`, unless that may be skipped. If nothing comes for `timeout` seconds
+    though it is stored, `Unreachable` is raised; reading may begin again at any offset.
+    """
+    from sharding.stream.formats.arrow import BatchReader  # here, for those without pyarrow
+
+    if not 0 <= first <= end:
+        raise InvalidInput("range", "must have 0 ≤ first ≤ end", (first, end))
+    if first == end:
+        return
+    options = ConsumerOptions(
+        offset=first,
+        credits=credits,
+        require_replica=require_replica,
+        subscribe_timeout=timeout,
+        recovery_timeout=timeout,
+    )
+    strict = require_replica or access.placement.require_replica
+    access = replace(access, placement=replace(access.placement, require_replica=strict))
+    inbox = Inbox(2 * credits, clock=access.clock)
+    lane = Lane(stream, first)
+    subscription = Subscription(lane, inbox, access, options)
+    reader = BatchReader(stream, columns, access.limits, check_crc)
+    try:
+        subscription.open(access.clock() + timeout)
+        end = _end_of_rows(access, subscription, end, timeout)
+        while lane.position is not None and lane.position < end:
+            taken = inbox.take(access.clock() + timeout)
+            if taken is None:
+                raise Unreachable(
+                    f"no message of {stream!r} came for {timeout:g} s, at offset {lane.position}"
+                )
+            subscription.give_back(taken)
+            taken, loss = without_gap(taken, subscription, access, on_data_loss)
+            if loss is not None:
+                raise loss
+            batch = reader.batch(taken.chunks, taken.first, end)
+            if batch is not None:
+                yield batch
+    finally:
+        inbox.close()
+        subscription.close(access.clock() + _CLOSE_TIMEOUT)
+
+
+def _end_of_rows(access: Access, subscription: Subscription, end: int, timeout: float) -> int:
+    """`end`, or the offset after the stream's last message if that is earlier."""
+    stream = subscription.stream
+    deadline = access.clock() + timeout
+    while True:
+        left = deadline - access.clock()
+        try:
+            ends = first_and_last(subscription.connection(deadline), stream, left, access.clock)
+            if ends is None or ends.last < end - 1:
+                ends = leader_ends(access, stream, left)
+            return min(end, ends.last + 1) if ends is not None else 0
+        except WarrenError as error:
+            passes = is_retryable(error) or isinstance(error, NoAnswerInTime)
+            if not passes or access.clock() + _TRY_AGAIN > deadline:
+                raise
+            subscription.pause(_TRY_AGAIN)

@@ -1,0 +1,207 @@
+"""Chunks become Arrow record batches; many waiting chunks become one batch.
+
+Each batch has fixed costs, and brokers make chunks of a hundred messages as well as of thousands.
+The columns, in this order, the last three on request:
+
+* `offset`: int64;
+* `timestamp`: timestamp[ms, UTC]; when the broker stored the chunk;
+* `body`: binary; what `message.py` says of bodies;
+* `key`: string; null for messages without the annotation `x-routing-key`;
+* `properties`: struct; null for messages without. The fields are those of `Properties`: user_id is
+  binary, the two times are timestamp[ms, UTC] (null outside the years 1 to 9999), group_sequence is
+  int64, all others are strings;
+* `application_properties`: map<string, string>; null for messages without any.
+
+What is no text becomes a string as `as_text` says. The metadata of the schema holds the name of
+the stream under `stream`. body and key become large_binary and large_string in a batch of more
+than 2 GiB.
+
+Three ways lead there, each many times slower than the one before, and all to the same rows: plain
+messages of one size per chunk (`arrow_equal`); messages with a body and maybe a key
+(`arrow_layouts`); any AMQP 1.0 message, one by one (`message`). What is not asked for is not looked
+into: neither chunks without wanted offsets, nor the inside of sections without wanted columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from sharding.stream.errors import ProtocolError
+from sharding.stream.formats.arrow_columns import (
+    APPLICATION_PROPERTIES,
+    PROPERTIES,
+    TIME,
+    Part,
+    application_properties_array,
+    check_text,
+    properties_array,
+    scatter,
+    slices,
+    type_for,
+)
+from sharding.stream.formats.arrow_equal import bodies_of, table_of_bodies
+from sharding.stream.formats.arrow_layouts import Layout, layout_of
+from sharding.stream.formats.arrow_rows import Integers, Rows, locate, ranges, split, whole
+from sharding.stream.formats.chunk import HEADER_SIZE, ChunkHeader, check_crc, parse_header
+from sharding.stream.formats.columns import Columns
+from sharding.stream.formats.message import Message, decode_message
+from sharding.stream.protocol import Limits
+
+_Chunks = list[tuple[ChunkHeader, memoryview]]
+_Columns = dict[str, pa.Array]
+_NONE: Integers = np.zeros(0, np.int64)
+
+
+class BatchReader:
+    """Turns the chunks of one stream into record batches."""
+
+    def __init__(
+        self,
+        stream: str,
+        columns: Columns = Columns(),
+        limits: Limits = Limits(),
+        check_crc: bool = True,
+    ) -> None:
+        self._stream = stream
+        self._columns = columns
+        self._limits = limits
+        self._check_crc = check_crc
+        self._schema: pa.Schema | None = None
+
+    def batch(
+        self, chunks: Sequence[memoryview], first: int = 0, end: int | None = None
+    ) -> pa.RecordBatch | None:
+        """The messages of `chunks` at offsets from `first` and below `end`; None if none are."""
+        if end is not None and end <= first:
+            return None
+        wanted = self._wanted(chunks, first, end)
+        if not wanted:
+            return None
+        columns = self._of_equal_bodies(wanted, first, end)
+        if columns is None:
+            rows = _between(_rows(wanted, self._limits), first, end)
+            if not len(rows):
+                return None
+            columns = self._of_any_messages(rows)
+        return pa.RecordBatch.from_arrays(list(columns.values()), schema=self._schema_of(columns))
+
+    def _schema_of(self, columns: _Columns) -> pa.Schema:
+        # Made once: of a batch of a few hundred messages it would be a fifth of the work.
+        if self._schema is None or self._schema.field("body").type != columns["body"].type:
+            fields = [(name, array.type) for name, array in columns.items()]
+            self._schema = pa.schema(fields, metadata={"stream": self._stream})
+        return self._schema
+
+    def _wanted(self, chunks: Sequence[memoryview], first: int, end: int | None) -> _Chunks:
+        """Those of the chunks whose range of offsets meets the one asked for."""
+        wanted = []
+        for chunk in chunks:
+            header = parse_header(chunk)
+            if header.end_offset <= first or (end is not None and header.first_offset >= end):
+                continue
+            data = chunk[HEADER_SIZE:]
+            if self._check_crc:
+                check_crc(header, data)
+            wanted.append((header, data))
+        return wanted
+
+    def _of_equal_bodies(self, chunks: _Chunks, first: int, end: int | None) -> _Columns | None:
+        """None if the chunks do not all hold plain messages of one size."""
+        if self._columns.raw:
+            return None
+        tables, firsts = [], []
+        for header, data in chunks:
+            table = table_of_bodies(header, data)
+            if table is None:
+                return None
+            skipped = max(first - header.first_offset, 0)
+            tables.append(table[skipped : None if end is None else end - header.first_offset])
+            firsts.append(header.first_offset + skipped)
+        counts = [len(table) for table in tables]
+        timestamps = np.repeat([header.timestamp_ms for header, _ in chunks], counts)
+        return {
+            **_place_and_time(ranges(firsts, counts), timestamps),
+            "body": bodies_of(tables),
+            **self._on_request(len(timestamps), [], _NONE, []),
+        }
+
+    def _of_any_messages(self, rows: Rows) -> _Columns:
+        columns = _place_and_time(rows.offsets, rows.timestamps)
+        binary = type_for(pa.binary(), rows.buffer)
+        if self._columns.raw:
+            return columns | {"body": slices(binary, rows.buffer, rows.starts, rows.ends)}
+        layout = layout_of(rows, self._columns)
+        known, others = np.flatnonzero(layout.known), np.flatnonzero(~layout.known)
+        messages = [
+            decode_message(rows.buffer[start:end].data)
+            for start, end in zip(rows.starts[others], rows.ends[others], strict=True)
+        ]
+        bodies = slices(binary, rows.buffer, layout.body_starts[known], rows.ends[known])
+        other_bodies = pa.array([message.body for message in messages], binary)
+        return {
+            **columns,
+            "body": scatter(binary, len(rows), [(known, bodies), (others, other_bodies)]),
+            **self._on_request(len(rows), self._keys(rows, layout), others, messages),
+        }
+
+    def _keys(self, rows: Rows, layout: Layout) -> list[Part]:
+        if not self._columns.key:
+            return []
+        keyed = np.flatnonzero(layout.keyed)
+        keys = slices(
+            type_for(pa.string(), rows.buffer),
+            rows.buffer,
+            layout.key_starts[keyed],
+            layout.key_ends[keyed],
+        )
+        check_text(keys)
+        return [(keyed, keys)]
+
+    def _on_request(
+        self, count: int, keys: list[Part], others: Integers, messages: list[Message]
+    ) -> _Columns:
+        """The columns asked for, of `keys`, and of messages that were read one by one."""
+        columns = {}
+        if self._columns.key:
+            kind = keys[0][1].type if keys else pa.string()
+            more = pa.array([message.key for message in messages], kind)
+            columns["key"] = scatter(kind, count, [*keys, (others, more)])
+        if self._columns.properties:
+            part = properties_array([message.properties for message in messages])
+            columns["properties"] = scatter(PROPERTIES, count, [(others, part)])
+        if self._columns.application_properties:
+            entries = [message.application_properties for message in messages]
+            part = application_properties_array(entries)
+            columns["application_properties"] = scatter(
+                APPLICATION_PROPERTIES, count, [(others, part)]
+            )
+        return columns
+
+
+def _rows(chunks: _Chunks, limits: Limits) -> Rows:
+    """Where every message is; batches are unpacked."""
+    if all(header.entries == header.records for header, _ in chunks):
+        # Then there are hardly any batches, and chunks can be taken whole. If there are some
+        # all the same, or something is wrong, that shows.
+        rows = locate([whole(header, data) for header, data in chunks])
+        if rows is not None:
+            return rows
+    rows = locate([run for header, data in chunks for run in split(header, data, limits)])
+    if rows is None:
+        raise ProtocolError("a batch holds other messages than it says")
+    return rows
+
+
+def _between(rows: Rows, first: int, end: int | None) -> Rows:
+    kept = rows.offsets >= first
+    if end is not None:
+        kept &= rows.offsets < end
+    return rows if kept.all() else rows.where(kept)
+
+
+def _place_and_time(offsets: Integers, timestamps: Integers) -> _Columns:
+    times = pa.Array.from_buffers(TIME, len(timestamps), [None, pa.py_buffer(timestamps)])
+    return {"offset": pa.array(offsets), "timestamp": times}

@@ -1,0 +1,1 @@
+"""The stream protocol without a socket: bytes to events, requests to bytes."""

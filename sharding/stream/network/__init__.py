@@ -1,0 +1,1 @@
+"""Connections: made, shared, brought to the right node, and made again."""

@@ -1,0 +1,1 @@
+"""From messages to confirmed entries, and what became of each."""
