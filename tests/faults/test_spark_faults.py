@@ -169,6 +169,7 @@ def test_exactly_once_survives_drivers_killed_mid_batch(
         seen = kill_drivers_mid_batch(environment, copy, log, streams)
         finish(copy, log)
         stored = stored_in(environment, streams)
+    print(f"exactly_once: drivers killed with {seen} rows stored")
     assert any(count % ROWS_PER_BATCH for count in seen), f"none died in a batch: {seen}"
     assert ORDERS.lost_and_twice(stored) == (0, 0)
     ORDERS.assert_in_order(stored)

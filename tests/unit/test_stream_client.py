@@ -172,6 +172,7 @@ def test_a_stream_that_leaves_the_node_is_told_to_its_handlers_and_to_nobody_els
         assert reason.subject == "invoices-0"
     assert updates.wait_for(1) == [("invoices-0", 6)]
     assert (client.publishers, client.subscribers) == (1, 0)
+    assert client.worn
     client.close(0)
     assert isinstance(other.wait_for(1)[0], ConnectionLost)
     assert len(publisher.told) == len(subscriber.told) == 1

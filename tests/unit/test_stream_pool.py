@@ -115,6 +115,14 @@ def test_full_connection_is_followed_by_another() -> None:
         assert publish(pool, A) is clients[0], "the fuller one, so that the other may get empty"
 
 
+def test_connection_that_lost_credit_gets_no_new_publishers() -> None:
+    with pool_of(Network()) as pool:
+        worn = publish(pool, A)
+        worn.worn = True
+        assert publish(pool, A) is not worn
+        assert not worn.closed, "others may still publish there"
+
+
 def test_threads_that_want_the_same_node_share_one_dial() -> None:
     network = Network()
     network.may_connect.clear()
