@@ -7,7 +7,7 @@ RUN := .venv/bin/
 # Two files at a time: much of a test's time is a broker that boots.
 PYTEST := $(RUN)pytest --numprocesses 2 --dist loadfile
 
-.PHONY: demo test lint matrix bench fuzz faults up down status ready
+.PHONY: demo test lint matrix bench fuzz faults zip up down status ready
 
 demo: ready
 	$(RUN)python -m examples.demo
@@ -43,6 +43,13 @@ fuzz: ready
 # A minute of publishing for each fault, on both versions.
 faults: ready
 	WARREN_FAULT_SECONDS=60 $(RUN)pytest tests/faults -s
+
+# For spark-submit --py-files: the wheel under a name that Spark takes. What it depends on (mmh3,
+# pika, pyarrow, numpy) must be installed where the executors run.
+zip: ready
+	rm -rf dist
+	$(RUN)pip wheel --quiet --no-deps --wheel-dir dist .
+	cp dist/rabbit_warren-*.whl dist/rabbit-warren.zip
 
 up: ready
 	$(RUN)python -m tests.cluster up $(NAME) --nodes $(NODES) --version $(VERSION)

@@ -21,18 +21,18 @@ from typing import Any
 
 import pytest
 
-from sharding import Policy
 from sharding.stream.environment import StreamEnvironment
 from spark import PublishOptions, publish_partition
 from tests.cluster import Cluster, wait_until
 from tests.faults.spark_driver import Copy
 from tests.machine import PROJECT
-from tests.sharded import drain, fresh_queue, shards_in_broker, topology_of
+from tests.sharded import drain, shards_in_broker, topology_of
 from tests.spark.stored import (
     Orders,
     amqp_uri,
     count_of,
     environment_of,
+    sharded_queue,
     stored_in,
     stream_uri,
     super_stream,
@@ -246,10 +246,7 @@ def test_queue_shards_lose_nothing_when_a_driver_is_killed_mid_batch(
     cluster: Cluster, source: str, tmp_path: Path
 ) -> None:
     log = tmp_path / "driver.log"
-    logical = fresh_queue()
-    with topology_of(cluster.nodes) as topology:
-        topology.set_policy(Policy.exactly(logical, 1, name=logical))
-        topology.ensure(logical)
+    with sharded_queue(cluster) as logical, topology_of(cluster.nodes) as topology:
         copy = copy_of(cluster, "queue", source, logical, tmp_path)
         shards = list(shards_in_broker(cluster, logical))
 
@@ -259,8 +256,6 @@ def test_queue_shards_lose_nothing_when_a_driver_is_killed_mid_batch(
         kill_when(copy, log, lambda: depth() > ROWS_PER_BATCH // 4)
         finish(copy, log)
         taken = drain(cluster.nodes[0], shards)
-        topology.clear_policy(logical)
-        topology.forget(logical)
     found = Counter((key, body) for _, key, body in taken)
     lost = set(ORDERS) - set(found)
     print(f"queue shards: {len(lost)} lost, {found.total() - len(found)} twice")

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from sharding import Policy
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.formats.columns import Columns
 from sharding.stream.producing.partitioning import by_hash
 from tests.cluster import Cluster
+from tests.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,25 @@ def one_stream(environment: StreamEnvironment) -> Iterator[str]:
         yield name
     finally:
         environment.delete_stream(name)
+
+
+@contextmanager
+def sharded_queue(cluster: Cluster) -> Iterator[str]:
+    """A logical queue with a shard on each node; its queues go with it."""
+    logical = fresh_queue()
+    with topology_of(cluster.nodes) as topology:
+        topology.set_policy(Policy.exactly(logical, 1, name=logical))
+        topology.ensure(logical)
+        try:
+            yield logical
+        finally:
+            queues = shards_in_broker(cluster, logical)
+            topology.clear_policy(logical)
+            topology.forget(logical)
+            with raw_channel(cluster.nodes[0]) as channel:
+                for queue in queues:
+                    channel.queue_delete(queue)
+                channel.exchange_delete(logical)
 
 
 def count_of(environment: StreamEnvironment, streams: Iterable[str]) -> int:

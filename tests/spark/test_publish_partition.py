@@ -8,18 +8,18 @@ from collections.abc import Iterator
 import pika
 import pytest
 
-from sharding import Policy
 from sharding.errors import InvalidInput, WarrenError
 from sharding.stream.environment import StreamEnvironment
 from spark import PublishOptions, publish_partition
 from spark.option_values import BadOption
 from tests.cluster import Cluster
-from tests.sharded import drain, fresh_queue, raw_channel, shards_in_broker, topology_of
+from tests.sharded import drain, raw_channel, shards_in_broker
 from tests.spark.stored import (
     Orders,
     StoredRow,
     amqp_uri,
     one_stream,
+    sharded_queue,
     stored_in,
     stream_uri,
     super_stream,
@@ -29,19 +29,9 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture
-def sharded_queue(cluster: Cluster) -> Iterator[str]:
-    logical = fresh_queue()
-    with topology_of(cluster.nodes) as topology:
-        topology.set_policy(Policy.exactly(logical, 1, name=logical))
-        topology.ensure(logical)
+def queue(cluster: Cluster) -> Iterator[str]:
+    with sharded_queue(cluster) as logical:
         yield logical
-        queues = shards_in_broker(cluster, logical)
-        topology.clear_policy(logical)
-        topology.forget(logical)
-    with raw_channel(cluster.nodes[0]) as channel:
-        for queue in queues:
-            channel.queue_delete(queue)
-        channel.exchange_delete(logical)
 
 
 def test_every_row_is_stored_in_the_partition_of_its_key_in_order(
@@ -69,18 +59,16 @@ def test_rows_without_a_key_go_to_a_stream(
         ]
 
 
-def test_every_row_is_in_a_shard_of_the_queue(cluster: Cluster, sharded_queue: str) -> None:
+def test_every_row_is_in_a_shard_of_the_queue(cluster: Cluster, queue: str) -> None:
     orders = Orders(keys=20, of_each=50)
-    options = PublishOptions.of(queue=sharded_queue, amqpUri=amqp_uri(cluster)).resolved()
+    options = PublishOptions.of(queue=queue, amqpUri=amqp_uri(cluster)).resolved()
     publish_partition(orders, options)
-    taken = drain(cluster.nodes[0], shards_in_broker(cluster, sharded_queue))
+    taken = drain(cluster.nodes[0], shards_in_broker(cluster, queue))
     assert sorted((key, body) for _, key, body in taken) == sorted(orders)
 
 
-def test_headers_and_properties_reach_the_consumer_of_a_queue(
-    cluster: Cluster, sharded_queue: str
-) -> None:
-    options = PublishOptions.of(queue=sharded_queue, amqpUri=amqp_uri(cluster))
+def test_headers_and_properties_reach_the_consumer_of_a_queue(cluster: Cluster, queue: str) -> None:
+    options = PublishOptions.of(queue=queue, amqpUri=amqp_uri(cluster))
     row = {
         "key": "k",
         "value": "v",
@@ -90,8 +78,8 @@ def test_headers_and_properties_reach_the_consumer_of_a_queue(
     publish_partition([row], options)
     with raw_channel(cluster.nodes[0]) as channel:
         found: list[pika.BasicProperties] = []
-        for queue in shards_in_broker(cluster, sharded_queue):
-            _, properties, _ = channel.basic_get(queue, auto_ack=True)
+        for shard in shards_in_broker(cluster, queue):
+            _, properties, _ = channel.basic_get(shard, auto_ack=True)
             found += [properties] if properties is not None else []
     (properties,) = found
     assert properties.headers == {"region": "eu"}
