@@ -12,9 +12,10 @@ PYTEST := $(RUN)pytest --numprocesses 2 --dist loadfile
 demo: ready
 	$(RUN)python -m examples.demo
 
+# Spark under kills takes minutes more: `make faults`.
 test: lint
 	$(RUN)python -m tests.cluster prepare 3.10 4.0
-	$(PYTEST)
+	$(PYTEST) --ignore tests/faults/test_spark_faults.py
 
 lint: ready
 	$(RUN)ruff check
@@ -34,13 +35,14 @@ bench: ready
 	$(RUN)python -m benchmarks.channel
 	$(RUN)python -m benchmarks.publisher
 	$(RUN)python -m benchmarks.streams
+	$(RUN)python -m benchmarks.spark
 
 # Mutated frames and chunks for SECONDS, beyond what `make test` tries.
 SECONDS ?= 60
 fuzz: ready
 	$(RUN)python -m tests.fuzz_streams --seconds $(SECONDS)
 
-# A minute of publishing for each fault, on both versions.
+# A minute of publishing for each fault, on both versions, and Spark under kills.
 faults: ready
 	WARREN_FAULT_SECONDS=60 $(RUN)pytest tests/faults -s
 

@@ -30,8 +30,8 @@ from sharding.stream.producing.producer_options import ProducerOptions
 from sharding.stream.protocol import Broker
 from tests.cluster import Cluster, wait_until
 
-MESSAGES = 200_000
-READ = 1_000_000
+MESSAGES = 600_000
+READ = 3_000_000
 ROUNDS = 7
 BATCH = ProducerOptions().batch_messages
 WINDOW = ProducerOptions().max_unconfirmed
@@ -166,7 +166,7 @@ def skip(replica: Broker, stream: str) -> float:
 
 
 async def rstream_consume(replica: Broker, stream: str) -> float:
-    wanted = READ // 5  # it is slow enough to be measured with fewer
+    wanted = READ // 10  # it is slow enough to be measured with fewer
     seen = 0
     done = asyncio.Event()
 

@@ -300,17 +300,17 @@ class RouteState:
     def _learn(self, target: Target, entry: _Entry, finding: Finding, now: float) -> None:
         before, entry.finding = entry.finding, finding
         entry.asked_at = self._asked_at
-        if before is not None and before != finding:
+        changed = before != finding
+        if before is not None and changed:
             self.counters["changes"] += 1
         was_doubted = entry.doubted
         if target not in self._due:
             entry.doubted = False
         if isinstance(finding, Missing) and not isinstance(before, Missing):
             self._recheck_super_streams_of(target.name, now)
-        moved = leader_of(before) != leader_of(finding)
-        if moved:
+        if leader_of(before) != leader_of(finding):
             entry.armed = False
-        if (moved or was_doubted) and isinstance(finding, StreamRoute):
+        if (changed or was_doubted) and isinstance(finding, StreamRoute):
             # Have a second look: a leader that just ended is named for some more moments, and the
             # replicas of a new one are listed one by one.
             self._ask_in_round(target, now)

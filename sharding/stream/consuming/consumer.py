@@ -22,7 +22,7 @@ from sharding.stream.consuming.data_loss import without_gap
 from sharding.stream.consuming.inbox import Inbox, Lane, Taken
 from sharding.stream.consuming.offset_store import Progress, store_offset, store_offset_surely
 from sharding.stream.consuming.subscription import Subscription
-from sharding.stream.formats.chunk import HEADER_SIZE, check_crc, messages, parse_header
+from sharding.stream.formats.chunk import messages, parse_header
 from sharding.stream.formats.message import Message, decode_message
 from sharding.stream.network.access import Access
 from sharding.stream.protocol import Broker
@@ -221,8 +221,6 @@ class Consumer:
             header = parse_header(chunk)
             if header.end_offset <= first:
                 continue
-            if self._options.check_crc:
-                check_crc(header, chunk[HEADER_SIZE:])
             timestamp = header.timestamp
             for offset, raw in messages(chunk, self._access.limits):
                 if offset < first:
@@ -238,7 +236,7 @@ class Consumer:
             from sharding.stream.formats.arrow import BatchReader
 
             self._readers[stream] = BatchReader(
-                stream, self._options.columns, self._access.limits, self._options.check_crc
+                stream, self._options.columns, self._access.limits, check_crc=False
             )
         return self._readers[stream]
 

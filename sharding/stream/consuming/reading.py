@@ -57,6 +57,7 @@ def read_range(
     options = ConsumerOptions(
         offset=first,
         credits=credits,
+        check_crc=check_crc,
         require_replica=require_replica,
         subscribe_timeout=timeout,
         recovery_timeout=timeout,
@@ -66,7 +67,7 @@ def read_range(
     inbox = Inbox(2 * credits, clock=access.clock)
     lane = Lane(stream, first)
     subscription = Subscription(lane, inbox, access, options)
-    reader = BatchReader(stream, columns, access.limits, check_crc)
+    reader = BatchReader(stream, columns, access.limits, check_crc=False)
     try:
         subscription.open(access.clock() + timeout)
         end = _end_of_rows(access, subscription, end, timeout)

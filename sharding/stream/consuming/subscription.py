@@ -38,7 +38,7 @@ from sharding.stream.errors import (
     ProtocolError,
     StreamNotFound,
 )
-from sharding.stream.formats.chunk import parse_header
+from sharding.stream.formats.chunk import HEADER_SIZE, check_crc, parse_header
 from sharding.stream.frames.requests import Subscribe, Unsubscribe, credit_frame
 from sharding.stream.network.access import Access
 from sharding.stream.network.client import StreamClient
@@ -290,6 +290,10 @@ class Subscription:
     def _arrived(self, link: _Link, chunk: memoryview) -> None:
         try:
             header = parse_header(chunk)
+            if self._options.check_crc:
+                # Here and not where batches are made: it holds no lock of the interpreter, so it
+                # runs beside that.
+                check_crc(header, chunk[HEADER_SIZE:])
         except ProtocolError as error:
             self._fail(error)
             return

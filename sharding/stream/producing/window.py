@@ -51,8 +51,10 @@ class Window:
     def first_of(self, load: Load, start: int) -> Load:
         """The next messages of a load, from `start` on: what there is room for, at most a batch."""
         part = load.part(start, start + min(self.room(), self._options.batch_messages))
-        fitting = entries.cut(list(map(len, part.messages)), self._room_in_bytes())[0]
-        return part.part(0, fitting.stop)
+        room = self._room_in_bytes()
+        if sum(map(len, part.messages)) <= room:
+            return part
+        return part.part(0, entries.cut(list(map(len, part.messages)), room)[0].stop)
 
     def refresh(self) -> None:
         """Set the quick bounds anew, after anything changed but a quick addition."""
