@@ -218,10 +218,13 @@ class RouteState:
         self._doubt(Target(Kind.STREAM, stream), now)
 
     def arm_failed(self, stream: str, now: float) -> None:
-        """No answer: the stream is armed after its next answer, and others after a pause."""
+        """No answer, as during an election: this stream and all others are armed after a pause."""
         self.counters["arms_failed"] += 1
-        self._disarm(stream)
         self._arms.pause(now)
+        target = Target(Kind.STREAM, stream)
+        if (entry := self._entries.get(target)) is not None:
+            entry.armed = False
+            self._queue_arming(target, entry, now)
 
     # Time
 
