@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,7 @@ PARTITIONS = 6
 
 @pytest.mark.parametrize("master", ["local[2]", "local-cluster[2,1,1024]"])
 def test_every_row_comes_back_once_in_order_and_from_a_replica(
-    cluster: Cluster, master: str
+    cluster: Cluster, master: str, tmp_path: Path
 ) -> None:
     node = cluster.nodes[0].endpoint
     name = f"orders-{secrets.token_hex(4)}"
@@ -37,11 +38,15 @@ def test_every_row_comes_back_once_in_order_and_from_a_replica(
     ]
     # Executors of a local cluster are processes that do not inherit the search path.
     paths = {**os.environ, "PYTHONPATH": str(PROJECT), "COLUMNS": "120"}
-    with subprocess.Popen(
-        command, cwd=PROJECT, env=paths, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as running:
+    output = tmp_path / "output"
+    with (
+        output.open("w") as file,
+        subprocess.Popen(
+            command, cwd=PROJECT, env=paths, stdout=file, stderr=subprocess.STDOUT
+        ) as running,
+    ):
         leaders, seen = watch(cluster, name, running)
-        shown = running.stdout.read() if running.stdout else ""
+    shown = output.read_text()
     assert running.returncode == 0, shown
     assert f"{ORDERS:,} orders: lost 0 · twice 0 · out of order within a customer 0" in shown
     print(f"\n{master}: consumers seen by the management API: {dict(seen)}; leaders: {leaders}")
@@ -57,7 +62,7 @@ def test_every_row_comes_back_once_in_order_and_from_a_replica(
 
 
 def watch(
-    cluster: Cluster, name: str, running: subprocess.Popen[str]
+    cluster: Cluster, name: str, running: subprocess.Popen[bytes]
 ) -> tuple[dict[str, str], Counter[tuple[str, str]]]:
     """The node that leads each partition, and how often a consumer was seen at which node."""
     management = cluster.nodes[1].management
