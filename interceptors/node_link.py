@@ -31,6 +31,7 @@ from sharding.errors import shown
 
 log = logging.getLogger("warren.publisher")
 
+_random = random.Random()  # its own, so that nobody else's sequence of numbers changes
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 2.0
 PREPARE_TIMEOUT = 10.0
@@ -266,7 +267,7 @@ class NodeLink:
             return
         self._forget(State.PAUSING)
         self.trouble = reason
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**self._failures) * random.uniform(0.5, 1.0)
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**self._failures) * _random.uniform(0.5, 1.0)
         self._failures = min(self._failures + 1, 10)
         self._timer = self._loop.call_later(pause, self._on_pause_over)
         log.warning("%s; next attempt in %.1f s", reason, pause)

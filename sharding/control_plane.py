@@ -24,6 +24,7 @@ from sharding.members import ClusterView, Member
 from sharding.shard_map import Address, Node, Shard, ShardMap
 
 logger = logging.getLogger("warren.topology")
+_random = random.Random()  # its own, so that nobody else's sequence of numbers changes
 
 _NOT_TRIED = "not connected yet"
 _SILENT_LOOKS = 3
@@ -122,7 +123,7 @@ class ControlPlane:
                 break
             self.denied = denials == len(addresses)
             attempt += 1
-            await asyncio.sleep(random.uniform(0.1, min(0.25 * 2**attempt, 5.0)))
+            await asyncio.sleep(_random.uniform(0.1, min(0.25 * 2**attempt, 5.0)))
 
     async def _attach(self, parameters: pika.ConnectionParameters) -> Session:
         session = await Session.open(parameters, self.options.connect_timeout)
@@ -144,7 +145,7 @@ class ControlPlane:
         self._connected.set()
         try:
             while True:
-                pause = self.options.poll_interval * random.uniform(0.8, 1.0)
+                pause = self.options.poll_interval * _random.uniform(0.8, 1.0)
                 await asyncio.wait([session.lost], timeout=pause)
                 if session.lost.done():
                     self.problem = session.lost.result()
@@ -178,7 +179,7 @@ class ControlPlane:
                     except RemoteError as error:
                         # The record may have been stored; reading on will show it.
                         logger.info("a change of the map log went wrong, trying again: %s", error)
-                await asyncio.sleep(random.uniform(0, 0.05))
+                await asyncio.sleep(_random.uniform(0, 0.05))
 
     async def _is_current(self, session: Session) -> bool:
         """Read the log to its end; a node that can't, because it lost its replica, is left."""
@@ -198,7 +199,7 @@ class ControlPlane:
         A node that joined after the log was made has no replica of it, so a client that was given
         only such a node must find others.
         """
-        given = random.sample(self.given, len(self.given))
+        given = _random.sample(self.given, len(self.given))
         nodes = self._known_nodes()
         if self.view and self.problem != _NOT_TRIED:
             with suppress(Exception):

@@ -52,8 +52,8 @@ class SlowToCommit(FakeClient):
     def call(self, request: Any, timeout: float | None = None) -> Any:
         answer = super().call(request, timeout)
         if isinstance(request, Metadata):
-            threading.Timer(0.05, lambda: FakeClient.deliver(self)).start()
             self.hold_back = False
+            threading.Timer(0.05, lambda: FakeClient.deliver(self)).start()
         return answer
 
 

@@ -308,7 +308,9 @@ class StreamClient:
 
     def _on_stream_changed(self, event: StreamChanged) -> None:
         reason = StreamUnavailable("Use", event.code, event.stream)
-        _tell_lost(self._publishers.take(event.stream), reason)
+        publishers = self._publishers.take(event.stream)
+        self.worn = self.worn or bool(publishers)
+        _tell_lost(publishers, reason)
         _tell_lost(self._subscribers.take(event.stream), reason)
         if self.on_metadata_update is not None:
             self.on_metadata_update(event.stream, event.code)
