@@ -94,7 +94,10 @@ def publish_and_read(
         proof = prove(spark, settings)
         progress.update(checking, total=settings.orders, completed=settings.orders)
     console.print(partition_table(spark, environment, settings, took))
-    console.print(f"{settings.orders:,} orders: {proof}")
+    revenue = spark.table("totals").agg(f.sum("revenue")).first()
+    assert revenue is not None
+    summary = f"{settings.orders:,} orders worth {revenue[0]:,.2f}: {proof}"
+    console.print(summary, soft_wrap=True)
     return proof
 
 
@@ -179,8 +182,8 @@ def partition_table(
 ) -> Table:
     table = Table(title=f"'{settings.super_stream}', partition by partition")
     for name in ("partition", "leader", "read from"):
-        table.add_column(name)
-    for name in ("rows", "rows/s", "revenue"):
+        table.add_column(name, no_wrap=True)
+    for name in ("rows", "rows/s"):
         table.add_column(name, justify="right")
     for row in spark.table("totals").orderBy("stream", "node").collect():
         leader = environment.route(row["stream"]).leader
@@ -190,7 +193,6 @@ def partition_table(
             row["node"],
             f"{row['rows']:,}",
             f"{row['rows'] / took:,.0f}",
-            f"{row['revenue']:,.2f}",
         )
     return table
 
