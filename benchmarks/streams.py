@@ -19,6 +19,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -86,8 +87,8 @@ def reading(environment: StreamEnvironment) -> None:
             for _ in range(READ // MESSAGES):
                 producer.send_many(bodies)
             producer.flush(timeout=120).raise_for_failures()
-        ways[f"Arrow, {name} sizes"] = lambda name=name: to_arrow(environment, name)  # type: ignore[misc]
-        ways[f"skipping, {name} sizes"] = lambda name=name, at=replica: skip(at, name)  # type: ignore[misc]
+        ways[f"Arrow, {name} sizes"] = partial(to_arrow, environment, name)
+        ways[f"skipping, {name} sizes"] = partial(skip, replica, name)
     replica = placed(environment, "equal")[1]
     ways["rstream"] = lambda: asyncio.run(rstream_consume(replica, "equal"))
     speeds = alternate(ways, ROUNDS)

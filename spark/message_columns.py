@@ -143,6 +143,7 @@ def _check(
 def _check_properties(kind: DataType, allowed: Mapping[str, tuple[str, ...]]) -> None:
     if kind.typeName() != "struct":
         raise BadOption("propertiesColumn", "must be a struct", kind.simpleString())
+    # Its name was looked at above; mypy knows the base class only. The same below for maps.
     for field in kind.fields:  # type: ignore[attr-defined]
         if field.name not in allowed:
             rule = f"has no property {field.name!r}; there are {', '.join(allowed)}"

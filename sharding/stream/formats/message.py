@@ -112,6 +112,7 @@ def encode_message(
     if application_properties:
         for name in application_properties:
             _text("application_properties", name)
+        # A mapping is invariant in its key, so one from str is not one from any AMQP value.
         sections += (b"\x00\x53\x74", write_map(application_properties))  # type: ignore[arg-type]
     return b"".join((*sections, encode_data(body)))
 
@@ -170,6 +171,7 @@ class _Sections:
 
     def body(self) -> bytes:
         if self._body_kind == _DATA:
+            # Every part of a data body is bytes; that follows from the kind, which mypy can't see.
             return b"".join(self._bodies)  # type: ignore[arg-type]
         value = self._bodies[0]
         if self._body_kind == _VALUE and isinstance(value, bytes):
@@ -182,6 +184,7 @@ class _Sections:
         if self._body_kind == _VALUE:
             return self._bodies[0]
         if self._body_kind == _SEQUENCE:
+            # And every part of a sequence is a list.
             return tuple(element for part in self._bodies for element in part)  # type: ignore
         return None
 

@@ -31,6 +31,7 @@ class Targets(Generic[P]):
 
     def by_function(self, key: Key) -> P:
         """The one partition that the function gives."""
+        # Called only where `has_function`: the broker's routes are no function.
         index: int = self._routing(key, len(self._in_order))  # type: ignore[operator]
         if not 0 <= index < len(self._in_order):
             raise InvalidInput("partitioning", f"must give 0 to {len(self._in_order) - 1}", index)
