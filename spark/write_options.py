@@ -10,7 +10,7 @@
 | `filterColumn` | none | the filter value of each row; streams on RabbitMQ 3.13 or newer |
 | `routing` | `hash` | `broker`: by the binding keys of the super stream |
 | `compression` | `none` | of sub-entry batches: `gzip`, `snappy`, `lz4`, `zstd` |
-| `subEntryMessages` | 0; 100 with compression | how many messages share an entry |
+| `subEntryMessages` | 100; 0 with filters or exactly_once | how many messages share an entry |
 | `amqpUri` | `amqp://localhost:5672` | of queue shards: addresses of one cluster, without a login |
 | `through` | `exchange` | of queue shards: `default` is cheaper, and consumers see it |
 | `maxUnconfirmed` | 50000; queues 2000 | how many messages may be on their way at once |
@@ -67,7 +67,7 @@ class WriteOptions:
     columns: ColumnNames = ColumnNames()
     routing: Routing = "hash"
     compression: Codec = "none"
-    sub_entry_messages: int = 0
+    sub_entry_messages: int | None = None
     amqp_uris: tuple[str, ...] = (_DEFAULT_AMQP,)
     through: Through = "exchange"
     max_unconfirmed: int = 50_000
@@ -92,7 +92,9 @@ class WriteOptions:
         if values.given("routing") and kind != "superStream":
             raise BadOption("routing", "is for super streams", kind)
         compression = values.choice("compression", _CODECS, "none")
-        sub_entries = values.whole("subEntryMessages", 100 if compression != "none" else 0)
+        sub_entries = 100 if compression != "none" else None
+        if values.given("subEntryMessages"):
+            sub_entries = values.whole("subEntryMessages", 0)
         if compression != "none" and not sub_entries:
             raise BadOption("subEntryMessages", "must be at least 1 with a compression", 0)
         columns = ColumnNames(

@@ -67,7 +67,7 @@ def test_filter_values_stand_before_the_message_and_may_be_missing() -> None:
 @pytest.mark.parametrize("codec", list(Compression))
 def test_sub_entry_holds_all_its_messages(codec: Compression) -> None:
     messages = [b"a" * 200, b"", b"b" * 300]
-    written = entries.sub_entry(messages, 77, codec)
+    written = entries.sub_entry(entries.message_records(messages), 3, 77, codec)
     number, kind, records, length, size = struct.unpack_from(">QBHII", written)
     content = decompress(codec, written[19:], length, Limits())
     assert (number, kind, records, size) == (77, 0x80 | codec << 4, 3, len(written) - 19)
@@ -75,7 +75,7 @@ def test_sub_entry_holds_all_its_messages(codec: Compression) -> None:
 
 
 def test_what_does_not_shrink_is_not_compressed() -> None:
-    written = entries.sub_entry([b"x"], 1, Compression.GZIP)
+    written = entries.sub_entry(entries.message_records([b"x"]), 1, 1, Compression.GZIP)
     assert written == struct.pack(">QBHII", 1, 0x80, 1, 5, 5) + struct.pack(">I", 1) + b"x"
 
 
@@ -101,11 +101,19 @@ def test_frames_of_plain_and_filtered_batches_fit() -> None:
         assert max(sizes) <= 300
 
 
-def test_frames_of_sub_entries_fit_even_if_nothing_shrinks() -> None:
+@pytest.mark.parametrize("sizes", [[40] * 9, [0, 255, 30], [1, 256, 70_000]])
+def test_bodies_in_a_sub_entry_are_the_messages_that_they_are_alone(sizes: list[int]) -> None:
+    bodies = [b"x" * size for size in sizes]
+    encoded = entries.message_records(list(map(encode_data, bodies)))
+    assert entries.data_records(bodies) == encoded
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_frames_of_sub_entries_fit_even_if_nothing_shrinks(plain: bool) -> None:
     messages = [bytes([n]) * 30 for n in range(40)]
-    groups = entries.groups([30] * 40, 7, entries.room_for_entries(256))
+    groups = entries.groups([30] * 40, 7, entries.room_for_entries(256), plain)
     ids = [group.stop for group in groups]
-    batch = Batch(messages, ids, range(40), 0, 1_200, groups=groups)
+    batch = Batch(messages, ids, range(40), 0, 1_200, plain, groups=groups)
     assert all(len(head) + len(content) <= 256 for head, content in batch.frames(0, 256))
     assert [position for group in groups for position in group] == list(range(40))
 

@@ -208,7 +208,8 @@ def make(world: World) -> Iterator[Make]:
     made: list[Producer] = []
 
     def build(*streams: str, routing: Any = by_hash, **options: Any) -> Producer:
-        chosen = ProducerOptions(**{"linger": 0.001, **options})
+        # An entry for each message, unless a test asks for more: most look at single messages.
+        chosen = ProducerOptions(**{"linger": 0.001, "sub_entry_messages": 0, **options})
         producer = Producer(streams or ("s",), routing, world, world, recovery, chosen)
         made.append(producer)
         return producer
@@ -754,7 +755,36 @@ def test_filters_and_sub_entries_do_not_go_together() -> None:
     with pytest.raises(InvalidInput, match="sub_entry_messages"):
         ProducerOptions(filtering=True, sub_entry_messages=10)
     with pytest.raises(InvalidInput, match="sub_entry_messages"):
-        ProducerOptions(compression=Compression.GZIP)
+        ProducerOptions(name="p", compression=Compression.GZIP)
+
+
+def test_messages_share_entries_where_none_needs_an_id_or_a_filter_of_its_own(
+    make: Make, world: World
+) -> None:
+    producer = make(sub_entry_messages=None, linger=60)
+    producer.send_many([b"%d" % n for n in range(250)])
+    producer.send(b"keyed", key="k")
+    assert producer.flush(5).stored == 251
+    ((_, entries),) = world.frames
+    assert [number for number, _ in entries] == [100, 200, 251]
+    last = b"".join(
+        len(message).to_bytes(4, "big") + message
+        for message in [
+            *(encode_data(b"%d" % n) for n in range(200, 250)),
+            encode_message(b"keyed", key="k"),
+        ]
+    )
+    assert entries[-1][1] == last
+    for options in ({"name": "p"}, {"filtering": True}):
+        assert ProducerOptions(**options).entry_messages == 0
+
+
+def test_large_messages_have_entries_of_their_own(make: Make, world: World) -> None:
+    producer = make(sub_entry_messages=None, linger=60)
+    bodies = [b"x" * 9_000, b"y" * 8_000, b"z" * 5_000]
+    producer.send_many(bodies)
+    assert producer.flush(5).stored == 3
+    assert world.bodies() == list(map(encode_data, bodies))
 
 
 def test_filter_values_are_sent_with_version_2(make: Make, world: World) -> None:

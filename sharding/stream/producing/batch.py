@@ -136,7 +136,8 @@ class Batch:
         if self.groups is not None:
             group = self.groups[entry]
             records = sum(map(len, self.messages[group.start : group.stop]))
-            return entries.SUB_ENTRY_OVERHEAD + records + len(group) * entries.RECORD_OVERHEAD
+            overhead = entries.RECORD_OVERHEAD + (entries.DATA_OVERHEAD if self.plain else 0)
+            return entries.SUB_ENTRY_OVERHEAD + records + len(group) * overhead
         size = len(self.messages[entry]) + entries.ENTRY_OVERHEAD
         if self.plain:
             size += entries.DATA_OVERHEAD
@@ -148,10 +149,7 @@ class Batch:
         start, stop = part.start, part.stop
         ids = self.ids[start:stop]
         if self.groups is not None:
-            return b"".join(
-                entries.sub_entry(self.messages[group.start : group.stop], each, self.compression)
-                for group, each in zip(self.groups[start:stop], ids, strict=True)
-            )
+            return b"".join(map(self._shared_entry, self.groups[start:stop], ids))
         whole = stop - start == len(self.messages)
         messages = self.messages if whole else self.messages[start:stop]
         if self.filters is not None:
@@ -159,6 +157,14 @@ class Batch:
         if self.plain:
             return entries.data_entries(messages, ids)
         return entries.message_entries(messages, ids)
+
+    def _shared_entry(self, group: range, publishing_id: int) -> Entries:
+        messages = self.messages[group.start : group.stop]
+        if len(group) == 1 and self.compression is Compression.NONE:
+            alone = entries.data_entries if self.plain else entries.message_entries
+            return alone(messages, [publishing_id])
+        records = entries.data_records if self.plain else entries.message_records
+        return entries.sub_entry(records(messages), len(group), publishing_id, self.compression)
 
 
 def failures(batches: Iterable[Batch], stream: str, reason: Exception) -> Iterator[Failure]:

@@ -29,12 +29,14 @@ FILTER_OVERHEAD = 2  # the size of a filter value
 SUB_ENTRY_OVERHEAD = 8 + 11  # publishing id and the head of a sub-entry batch
 RECORD_OVERHEAD = 4  # the size of each message inside one
 MAX_RECORDS = 0xFFFF
+MAX_ENTRY_BYTES = 0x7FFF_FFFF
 MAX_FILTER_BYTES = 255
 
 # A data section: described type, small ulong 0x75, binary with a size of one byte or four.
 _SHORT_START, _LONG_START = b"\x00Su\xa0", b"\x00Su\xb0"
 _ENTRY = struct.Struct(">QI")
 _SHORT_DATA = struct.Struct(">QI4sB")
+_SHORT_RECORD = struct.Struct(">I4sB")
 _LONG_DATA = struct.Struct(">QI4sI")
 _SHORT_SECTION, _LONG_SECTION = 5, 8  # how many bytes stand before the body
 _ID = struct.Struct(">Q")
@@ -89,16 +91,33 @@ def filtered_entries(
     return b"".join(parts)
 
 
-def sub_entry(messages: Sequence[bytes], publishing_id: int, compression: Compression) -> bytes:
-    """One entry that holds all `messages`; what does not shrink is sent as it is."""
+def data_records(bodies: Sequence[bytes]) -> bytes:
+    """What a sub-entry batch holds of bodies: simple entries without ids."""
+    sizes = list(map(len, bodies))
+    shortest, longest = min(sizes), max(sizes)
+    if shortest == longest:
+        head = _data_head(0, longest)[_ID.size :]
+        return head + head.join(bodies)
+    if longest < 256:
+        sections = map(_SHORT_SECTION.__add__, sizes)
+        heads: Iterator[bytes] = map(_SHORT_RECORD.pack, sections, repeat(_SHORT_START), sizes)
+    else:
+        heads = (_data_head(0, size)[_ID.size :] for size in sizes)
+    return b"".join(chain.from_iterable(zip(heads, bodies, strict=True)))
+
+
+def message_records(messages: Sequence[bytes]) -> bytes:
+    """The same of messages that are AMQP 1.0 already."""
     sizes = map(_SIZE.pack, map(len, messages))
-    records = b"".join(chain.from_iterable(zip(sizes, messages, strict=True)))
+    return b"".join(chain.from_iterable(zip(sizes, messages, strict=True)))
+
+
+def sub_entry(records: bytes, count: int, publishing_id: int, compression: Compression) -> bytes:
+    """One entry that holds `count` messages; what does not shrink is sent as it is."""
     packed = compress(compression, records)
     if len(packed) >= len(records):
         packed, compression = records, Compression.NONE
-    head = _SUB_ENTRY.pack(
-        publishing_id, 0x80 | compression << 4, len(messages), len(records), len(packed)
-    )
+    head = _SUB_ENTRY.pack(publishing_id, 0x80 | compression << 4, count, len(records), len(packed))
     return head + packed
 
 
@@ -120,13 +139,14 @@ def cut(sizes: Sequence[int], room: int) -> list[range]:
     return parts
 
 
-def groups(sizes: Sequence[int], most: int, room: int) -> list[range]:
+def groups(sizes: Sequence[int], most: int, room: int, plain: bool) -> list[range]:
     """The positions of the messages of each sub-entry batch: `most` at once, in `room` bytes.
 
-    >>> groups([1, 1, 1, 1, 1], 2, 100)
+    >>> groups([1, 1, 1, 1, 1], 2, 100, plain=False)
     [range(0, 2), range(2, 4), range(4, 5)]
     """
-    fitting = cut([size + RECORD_OVERHEAD for size in sizes], room - SUB_ENTRY_OVERHEAD)
+    overhead = RECORD_OVERHEAD + (DATA_OVERHEAD if plain else 0)
+    fitting = cut(list(map(overhead.__add__, sizes)), room - SUB_ENTRY_OVERHEAD)
     return [
         range(start, min(start + most, part.stop))
         for part in fitting

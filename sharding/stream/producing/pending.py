@@ -39,7 +39,7 @@ class Pending:
         self.messages: list[bytes] = []
         self.numbers = array("Q")
         self.size = 0
-        self.plain = not (options.filtering or options.sub_entry_messages)
+        self.plain = not options.filtering
         self.ids: array[int] | None = None
         self._filters: list[bytes | None] | None = [] if options.filtering else None
         self.since = 0.0
@@ -99,9 +99,10 @@ class Pending:
         self._next_id = ids[-1] + 1
         self._any_used = True
         groups = None
-        if most := self._options.sub_entry_messages:
+        if most := self._options.entry_messages:
+            room = min(entries.room_for_entries(frame_max), self._options.entry_bytes)
             sizes = list(map(len, self.messages))
-            groups = entries.groups(sizes, most, entries.room_for_entries(frame_max))
+            groups = entries.groups(sizes, most, room, self.plain)
             ids = array("Q", [ids[group.stop - 1] for group in groups])
         batch = Batch(
             self.messages,

@@ -114,6 +114,8 @@ class Producer:
     def counters(self) -> Mapping[str, float]:
         with self._lock:
             return {
+                "accepted": sum(each.window.accepted for each in self._writers),
+                **self._shared.tally.totals,
                 "recoveries": sum(each.reconnecting.recoveries for each in self._writers),
                 "longest_recovery": max(each.reconnecting.longest for each in self._writers),
             }

@@ -91,7 +91,19 @@ class Tally:
     """Collects outcomes until a report is made of them. Its owner holds a lock."""
 
     def __init__(self) -> None:
+        self._reported = {"stored": 0, "refused": 0, "unknown": 0}
         self._clear()
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Outcomes since the beginning. What a report calls unknown and may yet be stored is not
+        among them."""
+        now = {
+            "stored": self.stored,
+            "refused": self._refused_count,
+            "unknown": self._unknown_count,
+        }
+        return {outcome: count + now[outcome] for outcome, count in self._reported.items()}
 
     def _clear(self) -> None:
         self.stored = 0
@@ -107,6 +119,7 @@ class Tally:
 
     def report(self, still_unknown: Iterable[Failure] = ()) -> Report:
         """All outcomes so far, and a new beginning. `still_unknown` may yet get an outcome."""
+        self._reported = self.totals
         self.give_up(still_unknown)
         made = Report(
             self.stored,

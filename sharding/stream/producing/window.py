@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sharding.stream.formats.codecs import Compression
 from sharding.stream.producing import entries
 from sharding.stream.producing.batch import Batch, failures
 from sharding.stream.producing.load import Load
@@ -36,7 +37,7 @@ class Window:
         """How many bytes an encoded message may have, its filter value included."""
         overhead = (
             entries.SUB_ENTRY_OVERHEAD + entries.RECORD_OVERHEAD
-            if self._options.sub_entry_messages
+            if self._options.compression is not Compression.NONE
             else entries.ENTRY_OVERHEAD + entries.FILTER_OVERHEAD
         )
         return entries.room_for_entries(self.frame_max) - overhead
