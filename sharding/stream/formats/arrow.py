@@ -17,7 +17,7 @@ the stream under `stream`. body and key become large_binary and large_string in 
 than 2 GiB.
 
 Three ways lead there, each many times slower than the one before, and all to the same rows: plain
-messages of one size per chunk (`arrow_equal`); messages with a body and maybe a key
+messages of one size per run (`arrow_equal`); messages with a body and maybe a key
 (`arrow_layouts`); any AMQP 1.0 message, one by one (`message`). What is not asked for is not looked
 into: neither chunks without wanted offsets, nor the inside of sections without wanted columns.
 """
@@ -44,7 +44,7 @@ from sharding.stream.formats.arrow_columns import (
 )
 from sharding.stream.formats.arrow_equal import bodies_of, table_of_bodies
 from sharding.stream.formats.arrow_layouts import Layout, layout_of
-from sharding.stream.formats.arrow_rows import Integers, Rows, locate, ranges, split, whole
+from sharding.stream.formats.arrow_rows import Integers, Rows, Run, locate, ranges, split, whole
 from sharding.stream.formats.chunk import HEADER_SIZE, ChunkHeader, check_crc, parse_header
 from sharding.stream.formats.columns import Columns
 from sharding.stream.formats.message import Message, decode_message
@@ -80,9 +80,10 @@ class BatchReader:
         wanted = self._wanted(chunks, first, end)
         if not wanted:
             return None
-        columns = self._of_equal_bodies(wanted, first, end)
+        runs = _runs(wanted, self._limits)
+        columns = self._of_equal_bodies(runs, first, end)
         if columns is None:
-            rows = _between(_rows(wanted, self._limits), first, end)
+            rows = _between(_rows(runs, wanted, self._limits), first, end)
             if not len(rows):
                 return None
             columns = self._of_any_messages(rows)
@@ -108,20 +109,25 @@ class BatchReader:
             wanted.append((header, data))
         return wanted
 
-    def _of_equal_bodies(self, chunks: _Chunks, first: int, end: int | None) -> _Columns | None:
-        """None if the chunks do not all hold plain messages of one size."""
+    def _of_equal_bodies(self, runs: list[Run], first: int, end: int | None) -> _Columns | None:
+        """None if the runs do not all hold plain messages of one size."""
         if self._columns.raw:
             return None
-        tables, firsts = [], []
-        for header, data in chunks:
-            table = table_of_bodies(header, data)
+        tables, firsts, times = [], [], []
+        for run in runs:
+            table = table_of_bodies(run)
             if table is None:
                 return None
-            skipped = max(first - header.first_offset, 0)
-            tables.append(table[skipped : None if end is None else end - header.first_offset])
-            firsts.append(header.first_offset + skipped)
+            skipped = max(first - run.first_offset, 0)
+            kept = table[skipped : None if end is None else max(end - run.first_offset, 0)]
+            if len(kept):
+                tables.append(kept)
+                firsts.append(run.first_offset + skipped)
+                times.append(run.timestamp_ms)
+        if not tables:
+            return None
         counts = [len(table) for table in tables]
-        timestamps = np.repeat([header.timestamp_ms for header, _ in chunks], counts)
+        timestamps = np.repeat(times, counts)
         return {
             **_place_and_time(ranges(firsts, counts), timestamps),
             "body": bodies_of(tables),
@@ -181,14 +187,26 @@ class BatchReader:
         return columns
 
 
-def _rows(chunks: _Chunks, limits: Limits) -> Rows:
-    """Where every message is; batches are unpacked."""
-    if all(header.entries == header.records for header, _ in chunks):
-        # Then there are hardly any batches, and chunks can be taken whole. If there are some
-        # all the same, or something is wrong, that shows.
-        rows = locate([whole(header, data) for header, data in chunks])
-        if rows is not None:
-            return rows
+def _runs(chunks: _Chunks, limits: Limits) -> list[Run]:
+    """The messages, batches unpacked.
+
+    Where there are as many messages as entries there are hardly any batches, and a chunk is taken
+    whole. If there are some all the same, or something is wrong, that shows.
+    """
+    runs: list[Run] = []
+    for header, data in chunks:
+        if header.entries == header.records:
+            runs.append(whole(header, data))
+        else:
+            runs += split(header, data, limits)
+    return runs
+
+
+def _rows(runs: list[Run], chunks: _Chunks, limits: Limits) -> Rows:
+    """Where every message is."""
+    rows = locate(runs)
+    if rows is not None:
+        return rows
     rows = locate([run for header, data in chunks for run in split(header, data, limits)])
     if rows is None:
         raise ProtocolError("a batch holds other messages than it says")

@@ -1,4 +1,4 @@
-"""The shortest way from chunks to a column of bodies: plain messages of one size per chunk.
+"""The shortest way from chunks to a column of bodies: plain messages of one size per run.
 
 Such data is a table of fixed width, whose last columns are the bodies. They are copied from the
 chunks as they came from the socket into the column's memory, once, and nothing else is copied.
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from sharding.stream.formats.arrow_rows import Octets
-from sharding.stream.formats.chunk import ChunkHeader
+from sharding.stream.formats.arrow_rows import Octets, Run
 
 _SHORT_HEAD = struct.Struct(">I4sB")
 _LONG_HEAD = struct.Struct(">I4sI")
@@ -21,10 +20,10 @@ _LENGTH = struct.Struct(">I")
 _SMALL_MAX = 2**31 - 1
 
 
-def table_of_bodies(header: ChunkHeader, data: memoryview) -> Octets | None:
+def table_of_bodies(run: Run) -> Octets | None:
     """A row of bytes for each body; None if these are not plain messages of one size."""
-    records = header.records
-    if not records or records != header.entries or len(data) < _SHORT_HEAD.size:
+    records, data = run.records, run.data
+    if not records or len(data) < _SHORT_HEAD.size:
         return None
     size = _LENGTH.unpack_from(data)[0] + 4
     if size * records != len(data):
