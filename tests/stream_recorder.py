@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from sharding.stream.handlers import ActivityAnswer
 from sharding.stream.network.client import StreamClient
 from sharding.stream.protocol import OffsetSpec
 
@@ -18,7 +19,7 @@ class Recorder:
     def __init__(self) -> None:
         self.told: list[Any] = []
         self.changed = threading.Condition()
-        self.answer = OffsetSpec.at(42)
+        self.answer: ActivityAnswer = OffsetSpec.at(42)
 
     def tell(self, what: object) -> None:
         with self.changed:
@@ -34,7 +35,7 @@ class Recorder:
     def on_chunk(self, chunk: memoryview) -> None:
         self.tell(("chunk", bytes(chunk)))
 
-    def on_activity(self, active: bool) -> OffsetSpec:
+    def on_activity(self, active: bool) -> ActivityAnswer:
         self.tell(("activity", active))
         return self.answer
 

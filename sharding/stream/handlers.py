@@ -8,9 +8,13 @@ answer, nor raise.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from sharding.stream.protocol import OffsetSpec
+
+ActivityAnswer = OffsetSpec | Future[OffsetSpec]
+"""Where a single active consumer goes on: at once, or when the future is settled."""
 
 
 class PublisherHandler(Protocol):
@@ -28,8 +32,12 @@ class SubscriberHandler(Protocol):
     def on_chunk(self, chunk: memoryview) -> None:
         """A whole chunk, header included. The memory is the handler's own from now on."""
 
-    def on_activity(self, active: bool) -> OffsetSpec:
-        """A single active consumer is made active or not; the answer is where it goes on."""
+    def on_activity(self, active: bool) -> ActivityAnswer:
+        """A single active consumer is made active or not; the answer is where it goes on.
+
+        While the answer to "not" is a future that is not settled, the broker makes no other one
+        active. After 60 s without an answer it closes the connection.
+        """
 
     def on_lost(self, reason: Exception) -> None:
         """The connection ended, or the stream left this node. Called once, and last."""

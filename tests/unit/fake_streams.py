@@ -10,6 +10,7 @@ import random
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -98,6 +99,8 @@ class FakeClient:
         self.refuses: Exception | None = None
         self.hold_back = False
         self.waits_for_turn = False
+        self.answered: list[tuple[bool, OffsetSpec]] = []
+        """What was said to each ConsumerUpdate."""
         self.visible: int | None = None
         """How many chunks this node has; None for all."""
         self.loses_after_subscribe = False
@@ -168,12 +171,19 @@ class FakeClient:
         self.subscribed[number] = _Subscribed(following, credit)
 
     def make_active(self, number: int, active: bool) -> None:
-        """What ConsumerUpdate does."""
-        credit = self.subscribed[number].credit
-        spec = self.handlers[number].on_activity(active)
-        self.waits_for_turn = not active
-        if active:
-            self._start(number, spec, credit)
+        """What ConsumerUpdate does; an answer may come later."""
+        answer = self.handlers[number].on_activity(active)
+        self.waits_for_turn = True
+        if isinstance(answer, Future):
+            answer.add_done_callback(lambda later: self._go_on(number, active, later.result()))
+        else:
+            self._go_on(number, active, answer)
+
+    def _go_on(self, number: int, active: bool, spec: OffsetSpec) -> None:
+        self.answered.append((active, spec))
+        if active and number in self.subscribed:
+            self.waits_for_turn = False
+            self._start(number, spec, self.subscribed[number].credit)
             self.deliver()
 
     def deliver(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -146,6 +146,35 @@ def test_being_made_active_is_answered_with_where_to_go_on(connected: Connected)
     body = peer.next_frame_with(0x8000 | Key.CONSUMER_UPDATE)
     assert body == activity_answer_frame(99, OffsetSpec.at(42))[8:]
     assert subscriber.told == [("activity", True)]
+
+
+def test_an_answer_about_activity_may_come_later_and_holds_up_nothing_else(
+    connected: Connected,
+) -> None:
+    client, peer = connected
+    _, subscriber = attached(client)
+    subscriber.answer = later = Future[OffsetSpec]()
+    peer.send(PUSHED[5])
+    peer.send(PUSHED[2])
+    assert [kind for kind, _ in subscriber.wait_for(2)] == ["activity", "chunk"]
+    client.send(credit_frame(3, 1))
+    assert peer.next_frame()[0] == Key.CREDIT, "nothing was answered before"
+    later.set_result(OffsetSpec.at(42))
+    body = peer.next_frame_with(0x8000 | Key.CONSUMER_UPDATE)
+    assert body == activity_answer_frame(99, OffsetSpec.at(42))[8:]
+
+
+def test_an_answer_about_activity_that_comes_after_the_end_is_nobodys(
+    connected: Connected,
+) -> None:
+    client, peer = connected
+    _, subscriber = attached(client)
+    subscriber.answer = later = Future[OffsetSpec]()
+    peer.send(PUSHED[5])
+    subscriber.wait_for(1)
+    client.close(0)
+    later.set_result(OffsetSpec.at(42))
+    assert (0x8000 | Key.CONSUMER_UPDATE).to_bytes(2, "big") not in peer.drain()
 
 
 def test_being_made_active_is_answered_for_a_detached_subscription_too(

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 from sharding.errors import WarrenError
 from sharding.stream.consuming.consumer_options import ConsumerOptions, offset_spec
 from sharding.stream.consuming.inbox import Inbox, Lane
 from sharding.stream.consuming.offset_store import stored_offset
+from sharding.stream.handlers import ActivityAnswer
 from sharding.stream.network.access import Access
 from sharding.stream.network.client import StreamClient
 from sharding.stream.protocol import NEXT, OffsetSpec, OffsetType
@@ -29,8 +31,23 @@ _TRY_AGAIN = 0.2
 _TIMEOUT = 5.0
 
 
+class Turns(Protocol):
+    """Who decides, for one partition, what a change of activity means."""
+
+    def begin(self, client: StreamClient, timeout: float) -> None:
+        """A subscription is about to be made: from now on the broker may ask."""
+
+    def changed(
+        self, active: bool, client: StreamClient, give_credit: Callable[[int], None]
+    ) -> ActivityAnswer:
+        """The broker made this consumer the active one, or not; called on the reading thread."""
+
+    def ended(self) -> None:
+        """The subscription was lost, and with it the turn to be active."""
+
+
 class Activity:
-    """Decides for one partition. Its lane is shut while another consumer is the active one."""
+    """Answers at once. Its lane is shut while another consumer is the active one."""
 
     def __init__(self, lane: Lane, inbox: Inbox, access: Access, options: ConsumerOptions) -> None:
         self._lane = lane

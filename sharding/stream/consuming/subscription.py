@@ -27,7 +27,7 @@ from sharding.errors import (
     is_retryable,
 )
 from sharding.routes import StreamRoute
-from sharding.stream.consuming.activity import Activity
+from sharding.stream.consuming.activity import Activity, Turns
 from sharding.stream.consuming.consumer_options import ConsumerOptions, offset_spec
 from sharding.stream.consuming.inbox import Inbox, Lane, Taken
 from sharding.stream.consuming.starting import check_abilities, start_offset
@@ -40,6 +40,7 @@ from sharding.stream.errors import (
 )
 from sharding.stream.formats.chunk import HEADER_SIZE, check_crc, parse_header
 from sharding.stream.frames.requests import Subscribe, Unsubscribe, credit_frame
+from sharding.stream.handlers import ActivityAnswer
 from sharding.stream.network.access import Access
 from sharding.stream.network.client import StreamClient
 from sharding.stream.network.placement import consumer_candidates
@@ -83,7 +84,7 @@ class _Link:
     def on_chunk(self, chunk: memoryview) -> None:
         self._owner._arrived(self, chunk)
 
-    def on_activity(self, active: bool) -> OffsetSpec:
+    def on_activity(self, active: bool) -> ActivityAnswer:
         return self._owner._activity(self, active)
 
     def on_lost(self, reason: Exception) -> None:
@@ -100,6 +101,7 @@ class Subscription:
         access: Access,
         options: ConsumerOptions,
         super_stream: str | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.lane = lane
         self.stream = lane.stream
@@ -116,9 +118,9 @@ class Subscription:
         self._lost_at = 0.0
         self._left_node: Broker | None = None
         self._known_route: StreamRoute | None = None
-        self._activity_of = (
-            Activity(lane, inbox, access, options) if options.single_active else None
-        )
+        self._turns = turns
+        if turns is None and options.single_active:
+            self._turns = Activity(lane, inbox, access, options)
 
     def open(self, deadline: float) -> None:
         """Subscribe for the first time; raises what stands in the way."""
@@ -215,8 +217,8 @@ class Subscription:
     def _begin(self, link: _Link, deadline: float) -> None:
         client, options = link.client, self._options
         check_abilities(client, options)
-        if self._activity_of is not None:
-            self._activity_of.begin(client, self._left(deadline))
+        if self._turns is not None:
+            self._turns.begin(client, self._left(deadline))
         elif self.lane.position is None:
             start = start_offset(client, self.stream, options, self._left(deadline))
             if start is not None:
@@ -300,10 +302,10 @@ class Subscription:
         if not self._inbox.put(self.lane, link, header.first_offset, header.end_offset, chunk):
             self._fail(ProtocolError(f"{link.client.node} sent more chunks than it has credit for"))
 
-    def _activity(self, link: _Link, active: bool) -> OffsetSpec:
-        if self._activity_of is None:
+    def _activity(self, link: _Link, active: bool) -> ActivityAnswer:
+        if self._turns is None:
             return NEXT
-        return self._activity_of.changed(active, link.client, link.give_credit)
+        return self._turns.changed(active, link.client, link.give_credit)
 
     def _lost(self, link: _Link, reason: Exception) -> None:
         with self._changed:
@@ -313,8 +315,8 @@ class Subscription:
             self._link = None
             self._lost_at = self._access.clock()
             self._left_node = link.client.node
-        if self._activity_of is not None:
-            self._activity_of.ended()
+        if self._turns is not None:
+            self._turns.ended()
         logger.info("%s lost %s: %s", self.stream, self._left_node, reason)
 
         def recover() -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Iterable
 from typing import Generic, NamedTuple, TypeVar
 
+from sharding.errors import RemoteError
 from sharding.stream.errors import ClientFull, ConnectionLost
+from sharding.stream.handlers import PublisherHandler, SubscriberHandler
+
+logger = logging.getLogger("warren.stream")
 
 H = TypeVar("H")
 
@@ -63,3 +69,14 @@ class Attachments(Generic[H]):
             handlers = [attached.handler for attached in self._attached.values()]
             self._attached.clear()
             return handlers
+
+
+def tell_lost(
+    handlers: Iterable[PublisherHandler | SubscriberHandler], reason: RemoteError
+) -> None:
+    """Tell all of them, also when one fails at it."""
+    for handler in handlers:
+        try:
+            handler.on_lost(reason)
+        except Exception:
+            logger.exception("a handler failed when it was told: %s", reason)

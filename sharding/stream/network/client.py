@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from sharding.errors import LocalError, RemoteError, TryLater, WarrenError
@@ -43,7 +44,7 @@ from sharding.stream.frames.handshake import Close, Login
 from sharding.stream.frames.heartbeats import Heartbeats
 from sharding.stream.frames.requests import Request, activity_answer_frame, heartbeat_frame
 from sharding.stream.handlers import PublisherHandler, SubscriberHandler
-from sharding.stream.network.attachments import Attachments
+from sharding.stream.network.attachments import Attachments, tell_lost
 from sharding.stream.network.opening import (
     ConnectOptions,
     OpenConnection,
@@ -51,7 +52,14 @@ from sharding.stream.network.opening import (
     open_connection,
 )
 from sharding.stream.network.transport import Buffer
-from sharding.stream.protocol import MAX_PUBLISHERS, MAX_SUBSCRIPTIONS, NEXT, Broker, Key
+from sharding.stream.protocol import (
+    MAX_PUBLISHERS,
+    MAX_SUBSCRIPTIONS,
+    NEXT,
+    Broker,
+    Key,
+    OffsetSpec,
+)
 
 __all__ = ["ConnectOptions", "Login", "StreamClient", "connect"]
 
@@ -303,15 +311,22 @@ class StreamClient:
     def _on_activity_asked(self, event: ActivityAsked) -> None:
         handler = self._subscribers.get(event.subscription_id)
         # One that was detached gets nothing more, wherever it would go on; but an answer is due.
-        offset = NEXT if handler is None else handler.on_activity(event.active)
-        self._post(activity_answer_frame(event.correlation_id, offset))
+        answer = NEXT if handler is None else handler.on_activity(event.active)
+        if isinstance(answer, Future):
+            answer.add_done_callback(lambda later: self._answer(event, later.result()))
+        else:
+            self._answer(event, answer)
+
+    def _answer(self, event: ActivityAsked, offset: OffsetSpec) -> None:
+        with suppress(ConnectionLost):  # then nobody waits for the answer any more
+            self.send(activity_answer_frame(event.correlation_id, offset))
 
     def _on_stream_changed(self, event: StreamChanged) -> None:
         reason = StreamUnavailable("Use", event.code, event.stream)
         publishers = self._publishers.take(event.stream)
         self.worn = self.worn or bool(publishers)
-        _tell_lost(publishers, reason)
-        _tell_lost(self._subscribers.take(event.stream), reason)
+        tell_lost(publishers, reason)
+        tell_lost(self._subscribers.take(event.stream), reason)
         if self.on_metadata_update is not None:
             self.on_metadata_update(event.stream, event.code)
 
@@ -330,16 +345,5 @@ class StreamClient:
             waiters, self._waiters = self._waiters, {}
         for waiter in waiters.values():
             waiter.set_exception(self._lost())
-        _tell_lost(self._publishers.close(), self._lost())
-        _tell_lost(self._subscribers.close(), self._lost())
-
-
-def _tell_lost(
-    handlers: Iterable[PublisherHandler | SubscriberHandler], reason: RemoteError
-) -> None:
-    """Tell all of them, also when one fails at it."""
-    for handler in handlers:
-        try:
-            handler.on_lost(reason)
-        except Exception:
-            logger.exception("a handler failed when it was told: %s", reason)
+        tell_lost(self._publishers.close(), self._lost())
+        tell_lost(self._subscribers.close(), self._lost())
