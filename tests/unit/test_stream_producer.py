@@ -762,15 +762,15 @@ def test_messages_share_entries_where_none_needs_an_id_or_a_filter_of_its_own(
     make: Make, world: World
 ) -> None:
     producer = make(sub_entry_messages=None, linger=60)
-    producer.send_many([b"%d" % n for n in range(250)])
+    producer.send_many([b"%d" % n for n in range(600)])
     producer.send(b"keyed", key="k")
-    assert producer.flush(5).stored == 251
+    assert producer.flush(5).stored == 601
     ((_, entries),) = world.frames
-    assert [number for number, _ in entries] == [100, 200, 251]
+    assert [number for number, _ in entries] == [250, 500, 601]
     last = b"".join(
         len(message).to_bytes(4, "big") + message
         for message in [
-            *(encode_data(b"%d" % n) for n in range(200, 250)),
+            *(encode_data(b"%d" % n) for n in range(500, 600)),
             encode_message(b"keyed", key="k"),
         ]
     )

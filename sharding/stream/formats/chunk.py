@@ -34,6 +34,7 @@ MAX_TIMESTAMP_MS = 253_402_300_799_999  # the last one that a datetime can hold
 _LENGTH = struct.Struct(">I")
 _BATCH = struct.Struct(">BHII")  # first bit 1 and compression, records, uncompressed length, length
 BATCH_BIT = 0x8000_0000
+_COMPRESSIONS = {int(each): each for each in Compression}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +139,9 @@ def read_batch(data: memoryview, position: int) -> Batch:
     if position + _BATCH.size > len(data):
         raise ProtocolError("a batch of messages ends within its head")
     first, records, uncompressed_length, length = _BATCH.unpack_from(data, position)
-    code = first >> 4 & 0b111
-    try:
-        compression = Compression(code)
-    except ValueError:
-        raise ProtocolError(f"a batch has the unknown compression {code}") from None
+    compression = _COMPRESSIONS.get(first >> 4 & 0b111)
+    if compression is None:
+        raise ProtocolError(f"a batch has the unknown compression {first >> 4 & 0b111}")
     start = position + _BATCH.size
     if length > len(data) - start:
         raise ProtocolError("a batch of messages ends after the chunk that holds it")

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 
+from sharding.counting import Subject
 from sharding.errors import InvalidInput
 from sharding.hashing import Key
 from sharding.stream.errors import NoAnswerInTime
@@ -65,9 +66,11 @@ class Producer:
         recovery: Recovery,
         options: ProducerOptions,
         *,
+        target: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
+        self.counted_as = Subject("producer", {"stream": target or streams[0]})
         self._clock = clock
         publishers = Publishers(
             leaders, connections, name=options.name, filtering=options.filtering, clock=clock

@@ -11,8 +11,8 @@ from sharding.stream.producing.entries import MAX_ENTRY_BYTES, MAX_RECORDS
 from sharding.stream.protocol import MAX_REFERENCE_BYTES
 
 # What an entry costs the broker is what small messages cost: larger ones gain nothing by sharing.
-_ENTRY_MESSAGES = 100
-_ENTRY_BYTES = 16 * 1024
+_ENTRY_MESSAGES = 250
+_ENTRY_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class ProducerOptions:
     """Of sub-entry batches; needs `sub_entry_messages`."""
     sub_entry_messages: int | None = None
     """Put so many messages into one entry, which the broker stores, confirms and deduplicates as
-    one: under the publishing id of its last message. 0: an entry for each message. None: 100, of
-    16 KiB at most together, where no message needs an entry of its own, so without a name and
+    one: under the publishing id of its last message. 0: an entry for each message. None: 250, of
+    32 KiB at most together, where no message needs an entry of its own, so without a name and
     without filter values; twice the messages a second. Every consumer unpacks such entries, one
     over AMQP too."""
     filtering: bool = False
