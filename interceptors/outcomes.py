@@ -64,6 +64,12 @@ class Tally:
         self._max_results = max_results
         self.counts = dict.fromkeys(Outcome, 0)
         self.results: list[Result] = []
+        self._reported = dict.fromkeys(Outcome, 0)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Outcomes since the beginning, those that reports have taken included."""
+        return {str(each): self._reported[each] + count for each, count in self.counts.items()}
 
     def remember(self, result: Result) -> None:
         if len(self.results) < self._max_results:
@@ -79,6 +85,14 @@ class Tally:
     def clear(self) -> None:
         self.counts = dict.fromkeys(Outcome, 0)
         self.results = []
+
+    def take_report(self, pending: int) -> Report:
+        """Report, and start again from nothing but the totals."""
+        report = self.report(pending)
+        for outcome, count in self.counts.items():
+            self._reported[outcome] += count
+        self.clear()
+        return report
 
     def report(self, pending: int = 0) -> Report:
         counts = {str(outcome): count for outcome, count in self.counts.items()}

@@ -24,6 +24,7 @@ from interceptors.pika_settling import Settling
 from interceptors.plan import Placement
 from interceptors.whereabouts import node_at, node_with_token, peer_of
 from sharding.amqp import REPLY_TO
+from sharding.counting import Subject
 from sharding.errors import InvalidInput, OutcomeUnknown, ShardUnavailable, Unreachable
 from sharding.shard_map import Route, ShardMap
 from sharding.topology import Topology
@@ -39,6 +40,8 @@ class ShardedChannel:
     `confirm_timeout` bounds every wait for a confirm; after it the outcome is unknown. `node` says
     which node the connection is on where Warren can't find out.
     """
+
+    counted_as = Subject("channel")
 
     def __init__(
         self,
@@ -79,6 +82,11 @@ class ShardedChannel:
 
     def __repr__(self) -> str:
         return f"<ShardedChannel of {self._channel!r}>"
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Messages published here, and in confirm mode what became of them."""
+        return self._confirms.counters
 
     def explain(self, queue: str, key: str) -> Route | None:
         """Slot, shard, node and epoch of a key; None if the name is not sharded."""

@@ -20,6 +20,8 @@ from sharding.errors import OutcomeUnknown
 
 logger = logging.getLogger("warren.channel")
 
+_COUNTED = ("published", "confirmed", "nacked", "returned", "unknown")
+
 
 class BlockingConfirms:
     """Publishes on one channel; once selected, each publish waits for its own confirm."""
@@ -33,6 +35,7 @@ class BlockingConfirms:
         self._asked = False
         self._returned: list[ReturnedMessage] = []
         self._confirmed: bool | None = None
+        self.counters = dict.fromkeys(_COUNTED, 0)
 
     def select(self) -> None:
         if self.active:
@@ -59,6 +62,7 @@ class BlockingConfirms:
         message = (exchange, routing_key, body, properties, mandatory)
         if not self.active:
             self._send(message)
+            self.counters["published"] += 1
             self._channel._flush_output()
             return
         self._confirmed = None
@@ -68,8 +72,15 @@ class BlockingConfirms:
         self._send(message)
         # Counted after pika has encoded it: the broker never hears of one that can't be.
         self._awaited += 1
-        self.wait_until(lambda: self._confirmed is not None)
+        self.counters["published"] += 1
+        try:
+            self.wait_until(lambda: self._confirmed is not None)
+        except BaseException:
+            self.counters["unknown"] += 1
+            raise
         returned, self._returned = self._returned, []
+        outcome = "nacked" if not self._confirmed else "returned" if returned else "confirmed"
+        self.counters[outcome] += 1
         if not self._confirmed:
             raise NackError(returned)
         if returned:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal
 
@@ -35,13 +35,8 @@ from interceptors.addressing import Encoded
 from interceptors.confirms import Ledger, Message
 from interceptors.courier import Courier, CourierMessage, wire
 from interceptors.outcomes import Report, Result, Tally
-from sharding.errors import (
-    InvalidInput,
-    LocalError,
-    OutcomeUnknown,
-    ShardUnavailable,
-    TryLater,
-)
+from sharding.counting import Subject
+from sharding.errors import InvalidInput, LocalError, OutcomeUnknown, ShardUnavailable, TryLater
 from sharding.hashing import Key
 from sharding.naming import MAX_NAME_BYTES
 from sharding.routing import Routing
@@ -107,6 +102,7 @@ class ShardedPublisher:
             if not value > 0:
                 raise InvalidInput(field, "must be greater than 0", value)
         self.logical = logical
+        self.counted_as = Subject("publisher", {"logical": logical})
         self._routing = routing
         self._by_exchange = through == "exchange"
         self._window = window
@@ -140,6 +136,13 @@ class ShardedPublisher:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self._used} of {self._window} unsettled"
         return f"<ShardedPublisher {self.logical!r}: {state}>"
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """How many messages were accepted and what became of them, since the beginning."""
+        with self._lock:
+            counts = {"accepted": self._next_number, "unsettled": self._used}
+            return counts | self._tally.totals
 
     def __enter__(self) -> ShardedPublisher:
         return self
@@ -272,9 +275,7 @@ class ShardedPublisher:
             self._waiters -= 1
 
     def _take_report(self) -> Report:
-        report = self._tally.report(self._used)
-        self._tally.clear()
-        return report
+        return self._tally.take_report(self._used)
 
     # For the courier's thread.
 

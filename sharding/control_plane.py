@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class ControlPlane:
         """Whether every node has refused this user; waiting would not help."""
         self.down_nodes: set[str] = set()
         self.away: dict[str, asyncio.Task[None]] = {}
+        self.counts: Counter[str] = Counter()
         self._connected = asyncio.Event()
         self._failed: set[tuple[str, int]] = set()
         self._reached: set[str] = set()
@@ -113,6 +115,7 @@ class ControlPlane:
                     session = await self._attach(parameters)
                 except Exception as error:  # nothing may end this task: nobody would notice
                     self._note_problem(error)
+                    self.counts["failed_connects"] += 1
                     logger.debug("no map log through %s: %s", parameters.host, self.problem)
                     self._failed.add((parameters.host, parameters.port))
                     denials += any(word in self.problem for word in _DENIALS)
@@ -143,6 +146,7 @@ class ControlPlane:
         self.session = session
         self.validated_at = time.monotonic()
         self._connected.set()
+        self.counts["connects"] += 1
         try:
             while True:
                 pause = self.options.poll_interval * _random.uniform(0.8, 1.0)
@@ -156,12 +160,14 @@ class ControlPlane:
             self._note_problem(error)
         finally:
             self.session = None
+            self.counts["disconnects"] += 1
             await session.close()
 
     async def refresh(self, session: Session) -> None:
         async with asyncio.timeout(self.options.connect_timeout):
             await self.log.catch_up(session)
         self.validated_at = time.monotonic()
+        self.counts["refreshes"] += 1
 
     async def change(self, step: Callable[[State], Awaitable[State | None]]) -> State:
         """Append what `step` makes of the current state, again and again until it is not void.

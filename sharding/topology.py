@@ -12,10 +12,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
-from urllib.parse import SplitResult, unquote, urlsplit
 
 import pika
 
@@ -24,8 +23,8 @@ from sharding.amqp import Declared
 from sharding.consumers import Claims
 from sharding.control_plane import ControlPlane
 from sharding.control_plane import TopologyOptions as TopologyOptions
+from sharding.counting import Subject
 from sharding.errors import InvalidInput, OutcomeUnknown, StaleMap, Unreachable, WarrenError
-from sharding.management import Management
 from sharding.manager import Ensured, Manager
 from sharding.map_difference import difference
 from sharding.map_log import State
@@ -33,11 +32,14 @@ from sharding.members import ClusterView
 from sharding.naming import check_logical_name
 from sharding.policy import Policy, policy_for
 from sharding.shard_map import Node, ShardMap
+from sharding.urls import amqp_parameters, management_api
 
 logger = logging.getLogger("warren.topology")
 T = TypeVar("T")
 
 Listener = Callable[[State, State], None]
+
+_COUNTED = ("connects", "failed_connects", "disconnects", "refreshes", "map_changes")
 
 
 class Topology:
@@ -47,6 +49,8 @@ class Topology:
     there are and where queues really live; user and password are those of the AMQP URL unless
     given in them. With `maps` there is no log: the maps are these, for ever.
     """
+
+    counted_as = Subject("topology")
 
     def __init__(
         self,
@@ -65,8 +69,8 @@ class Topology:
         self._listeners: list[Listener] = []
         self._ready = threading.Event()
         self._closed = False
-        parameters = [_checked_url(url) for url in urls]
-        view = ClusterView([_management(url, parameters[0]) for url in management_urls])
+        parameters = [amqp_parameters(url) for url in urls]
+        view = ClusterView([management_api(url, parameters[0]) for url in management_urls])
         self._loop = asyncio.new_event_loop()
         self.vhost: str = parameters[0].virtual_host
         self._urls, self._view = urls, view
@@ -151,6 +155,18 @@ class Topology:
                 self._listeners.remove(listener)
 
         return unsubscribe
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """What the control plane has been doing, and how things are now; asks nobody."""
+        plane = self._plane
+        state = self._fixed or plane.log.state
+        now = {"epoch": state.epoch, "shards_away": len(plane.away)}
+        now |= {"nodes_down": len(plane.down_nodes), "logical_queues": len(state.maps)}
+        counts = dict.fromkeys(_COUNTED, 0) | plane.counts.copy() | now
+        if plane.validated_at is not None:
+            return counts | {"map_age_seconds": time.monotonic() - plane.validated_at}
+        return counts
 
     def refresh(self, timeout: float = 5.0) -> None:
         if self._fixed is None:
@@ -304,6 +320,7 @@ class Topology:
         await self._plane.refresh(await self._plane.connected())
 
     def _on_change(self, old: State, new: State) -> None:
+        self._plane.counts["map_changes"] += 1
         for logical, shard_map in new.maps.items():
             before = old.maps.get(logical)
             if before is None:
@@ -350,42 +367,6 @@ class Topology:
             if isinstance(error, WarrenError):
                 raise
             raise Unreachable(str(error)) from None
-
-
-def _checked_url(url: str) -> pika.URLParameters:
-    parts = _checked_parts("urls", url, ("amqp", "amqps"))
-    try:
-        return pika.URLParameters(url)
-    except ValueError:
-        raise InvalidInput("urls", "must be an AMQP URL", f"{parts.scheme}://…") from None
-
-
-def _checked_parts(field: str, url: str, schemes: tuple[str, ...]) -> SplitResult:
-    """The parts of a URL. What is wrong with one is said without showing what may be a password."""
-    rule = f"must begin with {' or '.join(schemes)}, with / # ? in a password as %2F %23 %3F"
-    scheme, separator, _ = url.partition("://")
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in schemes and not parts.fragment and parts.hostname
-        _ = parts.port
-    except ValueError:
-        usable = None
-    if not usable:
-        raise InvalidInput(field, rule, f"{scheme}://…" if separator else "…")
-    return parts
-
-
-def _management(url: str, amqp: pika.URLParameters) -> Management:
-    """User and password may stand in the URL; they are kept out of every text."""
-    parts = _checked_parts("management_urls", url, ("http", "https"))
-    host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
-    credentials: Any = amqp.credentials
-    port = f":{parts.port}" if parts.port else ""
-    return Management(
-        f"{parts.scheme}://{host}{port}{parts.path.rstrip('/')}",
-        unquote(parts.username) if parts.username else credentials.username,
-        unquote(parts.password) if parts.password else credentials.password,
-    )
 
 
 def _fixed_state(maps: Iterable[ShardMap]) -> State:

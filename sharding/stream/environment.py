@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
+from sharding.counting import Subject
 from sharding.errors import InvalidInput
 from sharding.route_cache import RouteCache
 from sharding.routes import StreamRoute
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 
 class StreamEnvironment:
     """Streams of the cluster that the `urls` lead to; several of them for failover."""
+
+    counted_as = Subject("streams")
 
     def __init__(
         self, *urls: str, options: EnvironmentOptions | None = None, **changes: Any
@@ -195,6 +198,7 @@ class StreamEnvironment:
             self._pool,
             self._recovery,
             replace(options or ProducerOptions(), **changes),
+            target=name,
         )
         self._open.add(producer)
         return producer

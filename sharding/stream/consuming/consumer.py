@@ -16,6 +16,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from sharding.counting import Subject
 from sharding.errors import InvalidInput, WarrenError
 from sharding.stream.consuming.consumer_options import ConsumerOptions
 from sharding.stream.consuming.data_loss import without_gap
@@ -60,6 +61,9 @@ class Consumer:
         self._readers: dict[str, BatchReader] = {}
         self._tenures: dict[str, int] = {}
         self._rest: Taken | None = None
+        labels = {"stream": super_stream or streams[0], "group": options.name or ""}
+        self.counted_as = Subject("consumer", labels)
+        self._counts = {"messages": 0, "chunks": 0, "bytes": 0}
         self._subscriptions = {
             stream: Subscription(
                 Lane(stream, shut=options.single_active),
@@ -140,6 +144,12 @@ class Consumer:
         each = self._subscriptions.values()
         return sum(one.recoveries for one in each), max(one.longest_outage for one in each)
 
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Messages handed out, chunks and bytes taken for them, and what `recoveries` says."""
+        times, longest = self.recoveries
+        return self._counts | {"recoveries": times, "longest_recovery": longest}
+
     def store_offset(
         self, stream: str | None = None, offset: int | None = None, timeout: float = 10
     ) -> None:
@@ -202,6 +212,8 @@ class Consumer:
                 due = [at for at in (silent_at, self._progress.due_at) if at is not None]
                 self._rest = self._inbox.take(min(due, default=None))
                 if self._rest is not None:
+                    self._counts["chunks"] += len(self._rest.chunks)
+                    self._counts["bytes"] += sum(map(len, self._rest.chunks))
                     self._subscriptions[self._rest.lane.stream].give_back(self._rest)
                 elif silent_at is not None and clock() >= silent_at:
                     return None
@@ -243,6 +255,7 @@ class Consumer:
     def _hand_out(self, lane: Lane, next_offset: int, count: int) -> None:
         lane.handed_out = next_offset
         self._tenures[lane.stream] = lane.tenure
+        self._counts["messages"] += count
         self._progress.handed_out(lane.stream, next_offset, count)
 
     def _storable(self) -> dict[str, int]:

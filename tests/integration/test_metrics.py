@@ -1,0 +1,82 @@
+"""What Prometheus sees equals what was published, consumed and asked."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+
+from interceptors import ShardedChannel, ShardedPublisher
+from sharding import Policy, metrics
+from sharding.stream import StreamEnvironment
+from tests.cluster import Cluster
+from tests.sharded import connection_to, fresh_queue, topology_of
+from tests.unit.test_metrics import scraped
+
+pytestmark = pytest.mark.cluster
+
+
+def test_numbers_of_streams_equal_what_was_published(cluster: Cluster) -> None:
+    stream, node = f"invoices-{secrets.token_hex(3)}", cluster.nodes[0]
+    with StreamEnvironment(
+        *(each.endpoint.stream_url for each in cluster), amqp_url=node.endpoint.amqp_url
+    ) as environment:
+        environment.create_super_stream(stream, partitions=3)
+        try:
+            with (
+                environment.producer(stream) as producer,
+                environment.consumer(stream, offset="first", name="audit") as consumer,
+                metrics.serve(0, environment, producer, consumer) as server,
+            ):
+                for number in range(1_000):
+                    producer.send(b"one", key=f"customer-{number}")
+                assert producer.flush(timeout=30).stored == 1_000
+                producer.send_many([b"two"] * 500, [str(number) for number in range(500)])
+                producer.flush(timeout=30).raise_for_failures()
+                messages = consumer.messages(timeout=30)
+                taken = sum(1 for _, _ in zip(range(1_500), messages, strict=False))
+                seen = scraped(server.port)
+        finally:
+            environment.delete_super_stream(stream)
+    of_stream = (("stream", stream),)
+    assert taken == 1_500
+    assert seen[("warren_producer_accepted_total", of_stream)] == 1_500
+    assert seen[("warren_producer_stored_total", of_stream)] == 1_500
+    assert seen[("warren_producer_refused_total", of_stream)] == 0
+    assert seen[("warren_producer_unknown_total", of_stream)] == 0
+    of_group = (("group", "audit"), ("stream", stream))
+    assert seen[("warren_consumer_messages_total", of_group)] == 1_500
+    assert seen[("warren_consumer_bytes_total", of_group)] > 1_500 * len(b"one")
+    assert seen[("warren_routes_queries_total", ())] >= 1
+    assert seen[("warren_pool_dials_total", ())] >= 1
+
+
+def test_numbers_of_queues_equal_what_was_published(cluster: Cluster) -> None:
+    logical = fresh_queue()
+    with topology_of(cluster) as topology, connection_to(cluster.nodes[0]) as connection:
+        topology.set_policy(Policy.exactly(logical, 1, name=logical))
+        topology.ensure(logical)
+        channel = ShardedChannel(connection.channel(), topology)
+        channel.confirm_delivery()
+        with (
+            ShardedPublisher(topology, logical) as publisher,
+            metrics.serve(0, topology, publisher, channel) as server,
+        ):
+            for number in range(700):
+                publisher.publish(f"user-{number}", b"one")
+            assert publisher.flush().stored == 700
+            for number in range(300):
+                publisher.publish(f"user-{number}", b"two")
+            assert publisher.flush().stored == 300
+            for number in range(20):
+                channel.basic_publish(logical, f"user-{number}", b"three")
+            seen = scraped(server.port)
+        channel.exchange_delete(logical)
+    of_queue = (("logical", logical),)
+    assert seen[("warren_publisher_accepted_total", of_queue)] == 1_000
+    assert seen[("warren_publisher_stored_total", of_queue)] == 1_000
+    assert seen[("warren_publisher_unsettled", of_queue)] == 0
+    assert seen[("warren_channel_published_total", ())] == 20
+    assert seen[("warren_channel_confirmed_total", ())] == 20
+    assert seen[("warren_topology_map_changes_total", ())] >= 1
+    assert seen[("warren_topology_epoch", ())] >= 1
