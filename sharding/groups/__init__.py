@@ -1,0 +1,6 @@
+"""Consumer groups: any number of workers share all shards of a logical queue or a super stream."""
+
+from sharding.groups.delivery import BatchFailed, Delivery, GroupFailed
+from sharding.groups.options import GroupOptions, Retry
+
+__all__ = ["BatchFailed", "Delivery", "GroupFailed", "GroupOptions", "Retry"]

@@ -1,0 +1,93 @@
+"""What a handler gets, what it may raise, and what becomes of each message in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+from sharding.errors import InvalidInput, WarrenError
+
+NO_HEADERS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One message, as a handler sees it."""
+
+    body: bytes
+    key: str
+    """The routing key that it was published with."""
+    shard: str
+    """The queue or stream that it was read from."""
+    headers: Mapping[str, Any] = field(default=NO_HEADERS)
+    properties: Any = None
+    """What the client that read it has for the rest: pika's properties, say."""
+    redelivered: bool = False
+    """Whether somebody may have had it before: a worker that died, say."""
+    offset: int | None = None
+    """Its place in a stream; None in a queue."""
+    attempt: int = 1
+    """How often a handler of this worker gets it now, from 1."""
+
+
+class BatchFailed(WarrenError):
+    """Raised by a batch handler: the first `done` messages are handled, the rest is not."""
+
+    def __init__(self, done: int, reason: str = "") -> None:
+        if not isinstance(done, int) or isinstance(done, bool) or done < 0:
+            raise InvalidInput("done", "must be a whole number from 0", done)
+        self.done = done
+        super().__init__(reason or f"the batch failed after {done} messages")
+
+    def __reduce__(self) -> tuple[type[BatchFailed], tuple[int, str]]:
+        return type(self), (self.done, str(self))
+
+
+class GroupFailed(WarrenError):
+    """A worker can't go on and has given its shards back; the text says why."""
+
+
+class Why(StrEnum):
+    """Why a message is a dead letter."""
+
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The handler returned: acknowledge it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """No handler will have it here: it was not begun, or is not tried again. Another may get it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """It failed for the last time: store it as a dead letter, then acknowledge it.
+
+    Its key waits until `buried()` is called (from any thread, once), so that a message which could
+    not be stored, and comes back, is not handled after its successors.
+    """
+
+    why: Why
+    error: str
+    """The exception's type and the first line of its text."""
+    attempts: int
+    buried: Callable[[], None]
+
+
+Outcome = Done | GivenBack | Dead
+OnDone = Callable[[Outcome], None]
+
+
+def first_line(error: BaseException, limit: int = 300) -> str:
+    """An exception as a header shows it."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

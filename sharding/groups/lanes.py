@@ -1,0 +1,198 @@
+"""Which message may run now. Pure: the time is passed in, and nothing is locked.
+
+Every message belongs to a lane: a key of a shard. The rules:
+
+1. A lane's messages run in the order they came. While one of them runs, waits for its next
+   attempt or is being buried, the others of its lane wait.
+2. Lanes take turns: one that has had its turn goes to the end.
+3. A batch is begun when it is full, or when the lane that has been ready longest has been so for
+   `batch_wait`. It may hold several messages of one lane, in order; the whole batch is one turn of
+   all its lanes. What is to be tried alone is never put into a batch.
+4. Messages of a shard whose lease has run out are not begun. A worker that was frozen may have
+   lost its shards without knowing; its lease has run out when it wakes, and only an answer of the
+   broker renews it. A shard without a lease is not bound by this.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+from sharding.groups.delivery import Delivery, OnDone
+
+LaneId = tuple[str, Hashable]
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One message in the workshop's hands."""
+
+    lane: LaneId
+    delivery: Delivery
+    on_done: OnDone
+    number: int
+    tries: int = 0
+    alone: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """What one handler call gets."""
+
+    tickets: list[Ticket]
+    tries: int = 0
+    """How often just these were tried together, since the last progress."""
+    begun: float = 0.0
+    abandoned: bool = False
+    """Its handler hangs, and whatever it does is no longer heard."""
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    waiting: deque[Ticket] = field(default_factory=deque)
+    out: int = 0
+    """How many of its messages are taken and not settled; several in a batch."""
+
+
+class Lanes:
+    def __init__(self, batch_size: int, batch_wait: float) -> None:
+        self._batch_size = batch_size
+        self._batch_wait = batch_wait
+        self._lanes: dict[LaneId, _Lane] = {}
+        self._ready: dict[LaneId, float] = {}  # idle lanes with messages → since when, in turn
+        self._later: list[tuple[float, int, Job]] = []
+        self._leases: dict[str, float] = {}
+        self._count = 0
+
+    def add(self, lane: Hashable, delivery: Delivery, on_done: OnDone, now: float) -> None:
+        self._count += 1
+        ticket = Ticket((delivery.shard, lane), delivery, on_done, self._count)
+        state = self._lanes.setdefault(ticket.lane, _Lane())
+        state.waiting.append(ticket)
+        if not state.out:
+            self._ready.setdefault(ticket.lane, now)
+
+    def set_lease(self, shard: str, until: float | None) -> None:
+        if until is None:
+            self._leases.pop(shard, None)
+        else:
+            self._leases[shard] = until
+
+    def next_job(self, now: float) -> Job | None:
+        """What to run now; its lanes are busy until `free` is called for each ticket."""
+        job = self._due(now)
+        if job is None:
+            job = self._single(now) if self._batch_size == 1 else self._batch(now)
+        if job is not None:
+            job.begun = now
+        return job
+
+    def next_time(self, now: float) -> float | None:
+        """When `next_job` may have something although nothing happened in between."""
+        times = [at for at, _, _ in self._later[:1]]
+        first = next(self._in_turn(now), None)
+        if first is not None and self._batch_size > 1:
+            times.append(self._ready[first] + self._batch_wait)
+        future = [at for at in times if at > now]
+        return min(future, default=None)
+
+    def again(self, job: Job, at: float) -> None:
+        """Run the same job again from `at` on; its lanes stay busy."""
+        self._count += 1
+        heapq.heappush(self._later, (at, self._count, job))
+
+    def alone(self, tickets: list[Ticket], now: float) -> None:
+        """Put the messages of a batch back to the heads of their lanes, to be tried one by one."""
+        for ticket in reversed(tickets):
+            ticket.alone = True
+            self._lanes[ticket.lane].waiting.appendleft(ticket)
+        for ticket in tickets:
+            self._free(ticket.lane, now)
+
+    def free(self, ticket: Ticket, now: float) -> None:
+        """A message is settled; its lane goes on when all that were taken from it are."""
+        self._free(ticket.lane, now)
+
+    def drop(self, shard: str) -> list[Ticket]:
+        """Forget what of a shard is not running now, and return it in order."""
+        dropped = [t for id_, lane in self._lanes.items() if id_[0] == shard for t in lane.waiting]
+        for id_ in [each for each in self._lanes if each[0] == shard]:
+            self._lanes[id_].waiting.clear()
+            self._ready.pop(id_, None)
+        for _, _, job in self._later:
+            given = [ticket for ticket in job.tickets if ticket.lane[0] == shard]
+            job.tickets = [ticket for ticket in job.tickets if ticket.lane[0] != shard]
+            for ticket in given:
+                self._lanes[ticket.lane].out -= 1
+            dropped += given
+        self._later = [entry for entry in self._later if entry[2].tickets]
+        heapq.heapify(self._later)
+        for id_ in [each for each in self._lanes if each[0] == shard]:
+            if not self._lanes[id_].out:
+                del self._lanes[id_]
+        return sorted(dropped, key=lambda ticket: ticket.number)
+
+    def drop_all(self) -> list[Ticket]:
+        return [ticket for shard in dict.fromkeys(id_[0] for id_ in self._lanes)
+                for ticket in self.drop(shard)]
+
+    def _free(self, lane: LaneId, now: float) -> None:
+        state = self._lanes[lane]
+        state.out -= 1
+        if state.out:
+            return
+        if state.waiting:
+            self._ready.setdefault(lane, now)
+        else:
+            del self._lanes[lane]
+
+    def _due(self, now: float) -> Job | None:
+        skipped = []
+        found = None
+        while self._later and self._later[0][0] <= now and found is None:
+            entry = heapq.heappop(self._later)
+            if all(self._is_leased(ticket.lane, now) for ticket in entry[2].tickets):
+                found = entry[2]
+            else:
+                skipped.append(entry)
+        for entry in skipped:
+            heapq.heappush(self._later, entry)
+        return found
+
+    def _is_leased(self, lane: LaneId, now: float) -> bool:
+        until = self._leases.get(lane[0])
+        return until is None or now < until
+
+    def _in_turn(self, now: float) -> Iterator[LaneId]:
+        return (lane for lane in self._ready if self._is_leased(lane, now))
+
+    def _single(self, now: float) -> Job | None:
+        lane = next(self._in_turn(now), None)
+        return None if lane is None else Job([self._take(lane)])
+
+    def _batch(self, now: float) -> Job | None:
+        chosen: dict[LaneId, int] = {}
+        room = self._batch_size
+        for lane in self._in_turn(now):
+            waiting = self._lanes[lane].waiting
+            if waiting[0].alone:
+                return Job([self._take(lane)])
+            few = [ticket.alone for ticket, _ in zip(waiting, range(room), strict=False)]
+            chosen[lane] = few.index(True) if True in few else len(few)
+            room -= chosen[lane]
+            if not room:
+                break
+        if not chosen:
+            return None
+        if room and now < self._ready[next(iter(chosen))] + self._batch_wait:
+            return None
+        tickets = [self._take(lane) for lane, count in chosen.items() for _ in range(count)]
+        return Job(sorted(tickets, key=lambda ticket: ticket.number))
+
+    def _take(self, lane: LaneId) -> Ticket:
+        self._ready.pop(lane, None)
+        state = self._lanes[lane]
+        state.out += 1
+        return state.waiting.popleft()

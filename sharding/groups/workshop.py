@@ -1,0 +1,227 @@
+"""The threads that run handlers. It knows nothing of queues and streams.
+
+The interface, for whoever reads messages (the *owner*):
+
+* `submit(lane, delivery, on_done)`: have the message handled. Messages of one lane of one shard
+  run one after another, in the order of submission; other lanes go on meanwhile. `on_done` is
+  called once, on a thread of the workshop, with `Done()`, `Dead(…)` or `GivenBack()`; it must be
+  quick. After `Dead` the lane waits until the owner calls its `buried()`.
+* `release(shard, on_released)`: the shard is about to be given up. What is not running is given
+  back before this returns, what runs is finished (a failure is given back, not tried again), and
+  then, when nothing of the shard is in hand, `on_released` is called. Deliveries submitted to it
+  later are given back at once, until `accept(shard)`.
+* `set_lease(shard, until)`: begin no message of the shard after this moment of the clock.
+* `stop(timeout)`: the same for everything; True if all handlers ended in time.
+* `failure`: why the workshop ended by itself, when too many handlers hang; `on_failure` is called.
+
+No bound on what may be submitted is kept here: the owner's prefetch is that bound.
+
+A thread whose handler takes longer than `handler_timeout` is *lost*: what it does is not heard any
+more, a new thread takes its place, and it ends when its handler returns. Watching for that is the
+work of one more thread, which only exists where there is a timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from sharding.groups.delivery import Delivery, GivenBack, GroupFailed, OnDone
+from sharding.groups.foreman import Foreman, Hung, OnReleased, Settled
+from sharding.groups.lanes import Job, Ticket
+from sharding.groups.options import GroupOptions
+
+logger = logging.getLogger("warren.groups")
+_random = random.Random()  # its own, so that nobody else's sequence of numbers changes
+
+Handler = Callable[[Any], object]
+"""Gets a Delivery, or where `batch_size` is above 1 a list of them; what it returns is ignored."""
+
+
+class Workshop:
+    def __init__(
+        self,
+        handler: Handler,
+        options: GroupOptions,
+        *,
+        on_failure: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = _random.random,
+    ) -> None:
+        self._handler = handler
+        self._options = options
+        self._on_failure = on_failure
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._foreman = Foreman(options, chance, self._on_buried)
+        self._running: dict[Job, None] = {}
+        self._lost = 0
+        self._stopping = False
+        self.failure: GroupFailed | None = None
+        for _ in range(options.parallelism):
+            self._add_thread()
+        if options.handler_timeout is not None:
+            threading.Thread(target=self._watch, name="warren-watch", daemon=True).start()
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """How many messages or calls ended in which way, and what is in hand now."""
+        with self._changed:
+            return {
+                **self._foreman.counters,
+                "in_hand": self._foreman.in_hand,
+                "running": len(self._running),
+                "lost_threads": self._lost,
+            }
+
+    def submit(self, lane: Hashable, delivery: Delivery, on_done: OnDone) -> None:
+        with self._changed:
+            refused = self._stopping or self._foreman.is_released(delivery.shard)
+            if not refused:
+                self._foreman.submit(lane, delivery, on_done, self._clock())
+                self._changed.notify()
+        if refused:
+            on_done(GivenBack())
+
+    def release(self, shard: str, on_released: OnReleased) -> None:
+        with self._changed:
+            settled, at_once = self._foreman.release(shard, on_released)
+        _tell(settled)
+        if at_once:
+            on_released()
+
+    def accept(self, shard: str) -> None:
+        with self._changed:
+            self._foreman.accept(shard)
+
+    def set_lease(self, shard: str, until: float | None) -> None:
+        with self._changed:
+            self._foreman.set_lease(shard, until)
+            self._changed.notify_all()
+
+    def stop(self, timeout: float) -> bool:
+        """Give back what is not running and wait for the rest; whether it ended in time."""
+        with self._changed:
+            self._stopping = True
+            settled = self._foreman.stop()
+            self._changed.notify_all()
+        _tell(settled)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._foreman.in_hand, timeout)
+
+    # The threads.
+
+    def _add_thread(self) -> None:
+        threading.Thread(target=self._work, name="warren-handler", daemon=True).start()
+
+    def _work(self) -> None:
+        job = self._next_job()
+        while job is not None:
+            end: BaseException | None = None
+            try:
+                deliveries = [ticket.delivery for ticket in job.tickets]
+                self._handler(deliveries if self._options.batch_size > 1 else deliveries[0])
+            except BaseException as error:  # also SystemExit: the message must be settled
+                end = error
+            if not self._finish(job, end):
+                return
+            job = self._next_job()
+
+    def _next_job(self) -> Job | None:
+        with self._changed:
+            while not self._stopping:
+                now = self._clock()
+                job = self._foreman.next_job(now)
+                if job is not None:
+                    self._running[job] = None
+                    return job
+                at = self._foreman.next_time(now)
+                self._changed.wait(None if at is None else max(at - now, 0.001))
+        return None
+
+    def _finish(self, job: Job, end: BaseException | None) -> bool:
+        """Whether this thread goes on: one that was given up for lost ends here."""
+        with self._changed:
+            if job.abandoned:
+                self._lost -= 1
+                return False
+        if end is not None:
+            shards = ", ".join(sorted({ticket.delivery.shard for ticket in job.tickets}))
+            logger.warning("a handler failed on %d of %s", len(job.tickets), shards, exc_info=end)
+        with self._changed:
+            if job.abandoned:  # just now
+                self._lost -= 1
+                return False
+            del self._running[job]
+            settled = self._foreman.finish(job, end, self._clock())
+        self._after(settled)
+        return True
+
+    def _after(self, settled: list[Settled]) -> None:
+        _tell(settled)
+        with self._changed:
+            released = self._foreman.take_released()
+            self._changed.notify_all()
+        for call in released:
+            call()
+
+    def _on_buried(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._foreman.bury(ticket, self._clock())
+        self._after([])
+
+    # Handlers that hang.
+
+    def _watch(self) -> None:
+        limit = self._options.handler_timeout
+        assert limit is not None
+        while True:
+            with self._changed:
+                now = self._clock()
+                hung = [job for job in self._running if now - job.begun >= limit]
+                if not hung:
+                    if self._stopping and not self._running:
+                        return
+                    began = min((job.begun for job in self._running), default=now)
+                    self._changed.wait(min(max(began + limit - now, 0.001), limit / 2))
+                    continue
+            for job in hung:
+                self._give_up(job, limit)
+
+    def _give_up(self, job: Job, limit: float) -> None:
+        with self._changed:
+            if job not in self._running:
+                return
+            del self._running[job]
+            job.abandoned = True
+            self._lost += 1
+            too_many = self._lost > self._options.max_lost_threads
+            settled = self._foreman.finish(job, Hung(limit), self._clock())
+            logger.error(
+                "a handler has not returned for %g s; its thread is lost, the %d. of at most %d",
+                limit,
+                self._lost,
+                self._options.max_lost_threads,
+            )
+        self._after(settled)
+        if not too_many:
+            self._add_thread()
+        elif self.failure is None:
+            self.failure = GroupFailed(
+                f"{self._lost} handlers hang, {self._options.max_lost_threads} are borne "
+                f"(max_lost_threads): none returned within {limit:g} s (handler_timeout)"
+            )
+            self._on_failure()
+
+
+def _tell(settled: list[Settled]) -> None:
+    """Call the owner, outside of any lock; what it raises must not end a thread of ours."""
+    for ticket, outcome in settled:
+        try:
+            ticket.on_done(outcome)
+        except Exception:
+            logger.exception("the owner of a message failed to settle it")
