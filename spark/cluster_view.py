@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
 
-from sharding.errors import Unreachable
 from sharding.stream.consuming.consumer_options import ConsumerOptions
 from sharding.stream.errors import StreamNotFound
-from sharding.stream.handlers import SubscriberHandler
-from sharding.stream.network.access import Access
-from sharding.stream.protocol import Broker, OffsetSpec
 from spark.columns import client_columns
-from spark.filtered_ranges import read_filtered
 from spark.offsets import Extent
 from spark.partitions import StreamRange
 from spark.read_options import ReadOptions
@@ -24,8 +19,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from sharding.stream.environment import StreamEnvironment
-    from sharding.stream.network.client import StreamClient
 
+_EPOCH = datetime.fromtimestamp(0, UTC)
 _QUERIES_AT_ONCE = 8
 """A query for the ends of a stream is a few milliseconds of waiting."""
 
@@ -63,20 +58,8 @@ class ClusterView:
 
     def offset_at(self, stream: str, timestamp_ms: int) -> int | None:
         """The first offset that was stored at that time or later; None if nothing was."""
-        ends = self._environment.offsets(stream)
-        if ends is None:
-            return None
-        last_chunk = self._environment.read_range(stream, ends.last_chunk, ends.last + 1)
-        if _time_of(next(last_chunk)) < timestamp_ms:
-            return None
-        # So it can't wait for ever: there is a chunk that late.
-        with self._environment.consumer(
-            stream, offset=OffsetSpec.since(timestamp_ms), credits=2
-        ) as consumer:
-            batch = next(consumer.batches(self._options.connect.request_timeout), None)
-        if batch is None:
-            raise Unreachable(f"no message of {stream!r} came in time, though it is stored")
-        return int(batch.column("offset")[0].as_py())
+        time = _EPOCH + timedelta(milliseconds=timestamp_ms)
+        return self._environment.offset_at(stream, time)
 
     def store_offset(self, name: str, stream: str, offset: int) -> None:
         """Keep in the broker that `name` has dealt with the stream up to this offset."""
@@ -84,64 +67,20 @@ class ClusterView:
             consumer.store_offset(stream, offset, self._options.connect.request_timeout)
 
     def read(self, found: StreamRange) -> Iterator[tuple[pa.RecordBatch, str]]:
-        """The rows of a range, each batch with the node it came from, if that is a column."""
-        from sharding.stream.consuming.reading import read_range
-
+        """The rows of a range, each batch with the node it came from."""
         options = self._options
-        columns = client_columns(options.columns, options.raw)
-        if options.filter.values:
-            yield from read_filtered(
-                self._environment._access,
-                found,
-                options.filter,
-                columns,
-                fail_on_data_loss=options.fail_on_data_loss,
-            )
-            return
-        how: dict[str, Any] = {
-            "columns": columns,
-            "on_data_loss": "raise" if options.fail_on_data_loss else "skip",
-        }
-        if "node" not in options.columns:
-            for batch in self._environment.read_range(found.stream, found.first, found.end, **how):
-                yield batch, ""
-            return
-        access = self._environment._access
-        noted = _NotedConnections(access)
-        access = replace(access, pool=noted)
-        for batch in read_range(access, found.stream, found.first, found.end, **how):
-            yield batch, noted.node
+        reading = self._environment.read_range(
+            found.stream,
+            found.first,
+            found.end,
+            columns=client_columns(options.columns, options.raw),
+            filter_values=options.filter.values,
+            match_unfiltered=options.filter.match_unfiltered,
+            on_data_loss="raise" if options.fail_on_data_loss else "skip",
+        )
+        for batch in reading:
+            yield batch, str(reading.node)
 
     def _extent(self, stream: str) -> Extent:
         ends = self._environment.offsets(stream)
         return Extent() if ends is None else Extent(ends.first, ends.last + 1)
-
-
-def _time_of(batch: pa.RecordBatch) -> int:
-    """In milliseconds since 1970."""
-    return int(batch.column("timestamp")[0].value)
-
-
-class _NotedConnections:
-    """Connections that remember which node a stream is read from."""
-
-    def __init__(self, access: Access) -> None:
-        self._access = access
-        self.node = ""
-
-    def subscriber(
-        self,
-        candidates: Sequence[Broker],
-        stream: str,
-        handler: SubscriberHandler,
-        deadline: float,
-    ) -> tuple[StreamClient, int]:
-        client, number = self._access.pool.subscriber(candidates, stream, handler, deadline)
-        # Between its subscriptions a reader asks the leader, and only the leader, for the ends.
-        route = self._access.routes.route(stream, max(0.0, deadline - self._access.clock()))
-        if not route.replicas or list(candidates) != [route.leader]:
-            self.node = str(client.node)
-        return client, number
-
-    def release(self, client: StreamClient) -> None:
-        self._access.pool.release(client)

@@ -5,6 +5,7 @@ from sharding.routes import StreamRoute
 from sharding.stream.consuming.consumer import Consumer
 from sharding.stream.consuming.consumer_options import ConsumerOptions
 from sharding.stream.consuming.probe import Ends
+from sharding.stream.consuming.reading import RangeReading
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.environment_options import EnvironmentOptions
 from sharding.stream.errors import (
@@ -57,6 +58,7 @@ __all__ = [
     "ProducerOptions",
     "Properties",
     "ProtocolError",
+    "RangeReading",
     "Report",
     "RouteOptions",
     "StreamArguments",

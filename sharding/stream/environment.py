@@ -17,9 +17,10 @@ from __future__ import annotations
 import random
 import ssl
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from datetime import datetime
+from typing import Any, Literal
 from weakref import WeakSet
 
 from sharding.counting import Subject
@@ -29,8 +30,9 @@ from sharding.routes import StreamRoute
 from sharding.stream.administration import Administration
 from sharding.stream.consuming.consumer import Consumer
 from sharding.stream.consuming.consumer_options import ConsumerOptions
+from sharding.stream.consuming.offset_times import offset_at
 from sharding.stream.consuming.probe import Ends, leader_ends
-from sharding.stream.consuming.reading import read_range
+from sharding.stream.consuming.reading import RangeReading, read_range
 from sharding.stream.environment_options import EnvironmentOptions
 from sharding.stream.errors import StreamNotFound
 from sharding.stream.frames.requests import QueryOffset
@@ -48,9 +50,6 @@ from sharding.stream.protocol import Broker
 from sharding.stream.stream_arguments import StreamArguments
 from sharding.stream.super_streams import SuperStreamsOverAmqp
 from sharding.stream.uris import StreamUri, parse_all
-
-if TYPE_CHECKING:
-    import pyarrow
 
 
 class StreamEnvironment:
@@ -174,6 +173,10 @@ class StreamEnvironment:
         """The first and the last offset that are stored for good; None if the stream is empty."""
         return leader_ends(self._access, stream, self.options.request_timeout)
 
+    def offset_at(self, stream: str, time: datetime) -> int | None:
+        """The first offset that was stored at that time or later; None if nothing was."""
+        return offset_at(self._access, stream, time, self.options.request_timeout)
+
     def stored_offset(self, name: str, stream: str) -> int | None:
         """The offset that a consumer of this name has stored, or None."""
         return self._locator.call(QueryOffset(name, stream), self.options.request_timeout).offset
@@ -213,10 +216,11 @@ class StreamEnvironment:
         self._open.add(consumer)
         return consumer
 
-    def read_range(
-        self, stream: str, first: int, end: int, **how: Any
-    ) -> Iterator[pyarrow.RecordBatch]:
-        """Exactly the messages of one stream at offsets from `first` up to `end`, without it."""
+    def read_range(self, stream: str, first: int, end: int, **how: Any) -> RangeReading:
+        """Exactly the messages of one stream at offsets from `first` up to `end`, without it.
+
+        `how` are the arguments of `sharding.stream.consuming.reading.read_range`.
+        """
         return read_range(self._access, stream, first, end, **how)
 
     def _streams_of(self, name: str) -> tuple[tuple[str, ...], str | None]:

@@ -545,7 +545,7 @@ class TestRange:
         cluster = FakeCluster(5, 5)
         reading = read_range(cluster.access, "s", 0, 10)
         next(reading)
-        reading.close()  # type: ignore[attr-defined]
+        reading.close()
         assert not cluster.clients[0].handlers
         assert len(cluster.released) == len(cluster.clients)
 
@@ -554,3 +554,11 @@ class TestRange:
         self.read(cluster, 0, 10)
         assert [client.node for client in cluster.clients if client.asked(Subscribe)] != [A]
         assert cluster.clients[0].node != A
+
+    def test_reader_says_which_node_it_read_from(self) -> None:
+        cluster = FakeCluster(5, 5)
+        reading = read_range(cluster.access, "s", 0, 1000)  # past the end: the leader is asked too
+        assert reading.node is None
+        next(reading)
+        assert reading.node == cluster.clients[0].node != A
+        assert A in [client.node for client in cluster.clients]

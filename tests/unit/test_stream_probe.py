@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from sharding.stream.consuming.data_loss import is_lost
-from sharding.stream.consuming.probe import Ends, first_and_last, leader_ends
+from sharding.stream.consuming.probe import PROBE_NAME, Ends, first_and_last, leader_ends
 from sharding.stream.errors import ConnectionLost, NoAnswerInTime
-from sharding.stream.frames.requests import Metadata
+from sharding.stream.frames.requests import Metadata, Subscribe
 from tests.unit.fake_streams import A, FakeClient, FakeCluster, FakeStream
 
 
@@ -40,6 +40,13 @@ def test_stream_that_begins_late_says_so() -> None:
     client = client_of(5, 5, 3)
     client.stream.truncate(1)
     assert probed(client) == Ends(first=5, last=12, last_chunk=10)
+
+
+def test_short_looks_have_a_name_to_be_left_out_by() -> None:
+    client = client_of(5, 5)
+    probed(client)
+    asked = client.asked(Subscribe)
+    assert [subscribe.properties for subscribe in asked] == [{"name": PROBE_NAME}] * 2
 
 
 class SlowToCommit(FakeClient):

@@ -5,6 +5,9 @@ it. So two subscriptions with one credit each ask for the first and the last chu
 is any is known without a time-out: a broker sends the chunks it has before it answers the next
 request on the connection, so a stream is empty if the answer to Metadata comes first. If only the
 first chunk came, the last one is not committed yet, and will come.
+
+The broker lists these subscriptions while they last. They have a name, so that whoever counts who
+reads from where can leave them out.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from sharding.stream.protocol import FIRST, LAST, NEXT, OffsetSpec
 
 if TYPE_CHECKING:
     from sharding.stream.network.client import StreamClient
+
+PROBE_NAME = "warren.probe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,8 @@ def first_and_last(
     try:
         for end, spec in zip(ends, (FIRST, LAST), strict=True):
             attached.append(client.attach_subscriber(end, stream))
-            subscribe = Subscribe(attached[-1], stream, spec, credit=1)
+            named = {"name": PROBE_NAME}
+            subscribe = Subscribe(attached[-1], stream, spec, credit=1, properties=named)
             client.call(subscribe, timeout=max(0.0, deadline - clock()))
         client.call(Metadata((stream,)), timeout=max(0.0, deadline - clock()))
         with arrival:

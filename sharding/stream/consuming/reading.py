@@ -8,25 +8,47 @@ past the stream; the leader knows which, and its last message becomes the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sharding.errors import InvalidInput, Unreachable, WarrenError, is_retryable
 from sharding.stream.consuming.consumer_options import ConsumerOptions, OnDataLoss
 from sharding.stream.consuming.data_loss import without_gap
+from sharding.stream.consuming.filtered_range import read_filtered
 from sharding.stream.consuming.inbox import Inbox, Lane
 from sharding.stream.consuming.probe import first_and_last, leader_ends
 from sharding.stream.consuming.subscription import Subscription
 from sharding.stream.errors import NoAnswerInTime
 from sharding.stream.formats.columns import Columns
 from sharding.stream.network.access import Access
+from sharding.stream.protocol import Broker
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _TRY_AGAIN = 0.2
 _CLOSE_TIMEOUT = 5.0
+
+
+class RangeReading:
+    """Iterates over the record batches of a range."""
+
+    def __init__(self, found: Generator[tuple[pa.RecordBatch, Broker | None]]) -> None:
+        self._found = found
+        self.node: Broker | None = None
+        """Where the last batch came from; None before the first."""
+
+    def __iter__(self) -> RangeReading:
+        return self
+
+    def __next__(self) -> pa.RecordBatch:
+        batch, self.node = next(self._found)
+        return batch
+
+    def close(self) -> None:
+        """Leave the broker; needed only if the range is not read to its end."""
+        self._found.close()
 
 
 def read_range(
@@ -36,38 +58,54 @@ def read_range(
     end: int,
     *,
     columns: Columns = Columns(),
+    filter_values: tuple[str, ...] = (),
+    match_unfiltered: bool = False,
     check_crc: bool = True,
     on_data_loss: OnDataLoss = "raise",
     require_replica: bool = False,
     credits: int = ConsumerOptions.credits,  # noqa: A002
     timeout: float = 60,
-) -> Iterator[pa.RecordBatch]:
+) -> RangeReading:
     """Record batches with exactly the messages at offsets from `first` up to `end`, without it.
 
     What is not stored yet when the reading begins is not waited for. Messages that retention
     deleted raise `DataLost`, unless that may be skipped. If nothing comes for `timeout` seconds
     though it is stored, `Unreachable` is raised; reading may begin again at any offset.
-    """
-    from sharding.stream.formats.arrow import BatchReader  # here, for those without pyarrow
 
+    With `filter_values` the broker leaves out chunks, as it does for consumers.
+    """
     if not 0 <= first <= end:
         raise InvalidInput("range", "must have 0 ≤ first ≤ end", (first, end))
-    if first == end:
-        return
     options = ConsumerOptions(
         offset=first,
+        filter_values=filter_values,
+        match_unfiltered=match_unfiltered,
+        columns=columns,
         credits=credits,
         check_crc=check_crc,
-        require_replica=require_replica,
+        on_data_loss=on_data_loss,
         subscribe_timeout=timeout,
         recovery_timeout=timeout,
     )
     strict = require_replica or access.placement.require_replica
     access = replace(access, placement=replace(access.placement, require_replica=strict))
-    inbox = Inbox(2 * credits, clock=access.clock)
+    read = read_filtered if filter_values else _read_all
+    return RangeReading(read(access, stream, first, end, options))
+
+
+def _read_all(
+    access: Access, stream: str, first: int, end: int, options: ConsumerOptions
+) -> Generator[tuple[pa.RecordBatch, Broker | None]]:
+    from sharding.stream.formats.arrow import BatchReader  # here, for those without pyarrow
+
+    if first == end:
+        return
+    timeout = options.recovery_timeout
+    inbox = Inbox(2 * options.credits, clock=access.clock)
     lane = Lane(stream, first)
     subscription = Subscription(lane, inbox, access, options)
-    reader = BatchReader(stream, columns, access.limits, check_crc=False)
+    reader = BatchReader(stream, options.columns, access.limits, check_crc=False)
+    source, node = None, None
     try:
         subscription.open(access.clock() + timeout)
         end = _end_of_rows(access, subscription, end, timeout)
@@ -77,13 +115,15 @@ def read_range(
                 raise Unreachable(
                     f"no message of {stream!r} came for {timeout:g} s, at offset {lane.position}"
                 )
+            if taken.source is not source:
+                source, node = taken.source, subscription.node or node
             subscription.give_back(taken)
-            taken, loss = without_gap(taken, subscription, access, on_data_loss)
+            taken, loss = without_gap(taken, subscription, access, options.on_data_loss)
             if loss is not None:
                 raise loss
             batch = reader.batch(taken.chunks, taken.first, end)
             if batch is not None:
-                yield batch
+                yield batch, node
     finally:
         inbox.close()
         subscription.close(access.clock() + _CLOSE_TIMEOUT)

@@ -10,7 +10,7 @@ the node holds; that it holds the whole range is made sure of before.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -21,74 +21,66 @@ from sharding.stream.consuming.probe import Ends, first_and_last, leader_ends
 from sharding.stream.consuming.starting import check_abilities
 from sharding.stream.errors import DataLost
 from sharding.stream.formats.chunk import parse_header
-from sharding.stream.formats.columns import Columns
 from sharding.stream.frames.requests import Metadata, Subscribe, Unsubscribe
 from sharding.stream.network.access import Access
 from sharding.stream.network.placement import consumer_candidates
-from sharding.stream.protocol import NEXT, OffsetSpec
-from spark.filters import ChunkFilter
-from spark.partitions import StreamRange
+from sharding.stream.protocol import NEXT, Broker, OffsetSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from sharding.stream.network.client import StreamClient
 
-_CHUNKS_PER_ROUND = 32
-_TIMEOUT = 60.0
-"""For a replica to catch up with the range, and for each answer."""
 _TRY_AGAIN = 0.2
 
 
 def read_filtered(
-    access: Access,
-    found: StreamRange,
-    chunk_filter: ChunkFilter,
-    columns: Columns,
-    *,
-    fail_on_data_loss: bool,
-) -> Iterator[tuple[pa.RecordBatch, str]]:
-    """The rows of the chunks that pass the filter, and the node that they came from.
+    access: Access, stream: str, first: int, end: int, options: ConsumerOptions
+) -> Generator[tuple[pa.RecordBatch, Broker | None]]:
+    """The rows of the chunks that pass the filter, each batch with the node that it came from.
 
-    A connection that is lost fails the reading; Spark runs the task again.
+    A connection that is lost fails the reading; it may begin again at any offset.
     """
     from sharding.stream.formats.arrow import BatchReader
 
-    options = ConsumerOptions(
-        filter_values=chunk_filter.values, match_unfiltered=chunk_filter.match_unfiltered
-    )
-    reader = BatchReader(found.stream, columns, access.limits)
-    with _subscriber(access, found.stream) as (client, number, chunks):
+    if first == end:
+        return
+    timeout = options.recovery_timeout
+    reader = BatchReader(stream, options.columns, access.limits, options.check_crc)
+    with _subscriber(access, stream, timeout) as (client, number, chunks):
         check_abilities(client, options)
-        ends = _whole_range(access, client, found)
+        ends = _whole_range(access, client, stream, end, timeout)
         if ends is None:
             return
-        gap = (found.first, ends.first)
-        if fail_on_data_loss and gap[0] < gap[1] and is_lost(client, found.stream, gap, _TIMEOUT):
-            raise DataLost(found.stream, *gap)
-        position, properties = found.first, options.subscription_properties(None)
-        while position < found.end:
+        gap = (first, ends.first)
+        fails = options.on_data_loss == "raise"
+        if fails and gap[0] < gap[1] and is_lost(client, stream, gap, timeout):
+            raise DataLost(stream, *gap)
+        position, properties = first, options.subscription_properties(None)
+        while position < end:
             spec = OffsetSpec.at(position)
-            subscribe = Subscribe(number, found.stream, spec, _CHUNKS_PER_ROUND, properties)
-            client.call(subscribe, timeout=_TIMEOUT)
-            client.call(Metadata((found.stream,)), timeout=_TIMEOUT)
-            client.call(Unsubscribe(number), timeout=_TIMEOUT)
+            subscribe = Subscribe(number, stream, spec, options.credits, properties)
+            client.call(subscribe, timeout=timeout)
+            client.call(Metadata((stream,)), timeout=timeout)
+            client.call(Unsubscribe(number), timeout=timeout)
             came = chunks.take()
             if not came:
                 return
-            batch = reader.batch(came, position, found.end)
+            batch = reader.batch(came, position, end)
             position = max(parse_header(chunk).end_offset for chunk in came)
             if batch is not None:
-                yield batch, str(client.node)
+                yield batch, client.node
 
 
 @contextmanager
-def _subscriber(access: Access, stream: str) -> Iterator[tuple[StreamClient, int, _Chunks]]:
+def _subscriber(
+    access: Access, stream: str, timeout: float
+) -> Iterator[tuple[StreamClient, int, _Chunks]]:
     """A connection to a replica with a place for a subscription."""
     chunks = _Chunks()
-    route = access.routes.route(stream, _TIMEOUT)
+    route = access.routes.route(stream, timeout)
     candidates = consumer_candidates(route, access.placement, access.rng)
-    deadline = access.clock() + _TIMEOUT
+    deadline = access.clock() + timeout
     client, number = access.pool.subscriber(candidates, stream, chunks, deadline)
     try:
         yield client, number, chunks
@@ -99,19 +91,21 @@ def _subscriber(access: Access, stream: str) -> Iterator[tuple[StreamClient, int
         access.pool.release(client)
 
 
-def _whole_range(access: Access, client: StreamClient, found: StreamRange) -> Ends | None:
+def _whole_range(
+    access: Access, client: StreamClient, stream: str, end: int, timeout: float
+) -> Ends | None:
     """Wait until the node holds the range, as far as there are messages; None if there are none."""
-    leader = leader_ends(access, found.stream, _TIMEOUT)
+    leader = leader_ends(access, stream, timeout)
     if leader is None:
         return None
-    last = min(found.end - 1, leader.last)
-    deadline = access.clock() + _TIMEOUT
+    last = min(end - 1, leader.last)
+    deadline = access.clock() + timeout
     while True:
-        ends = first_and_last(client, found.stream, _TIMEOUT, access.clock)
+        ends = first_and_last(client, stream, timeout, access.clock)
         if ends is not None and ends.last >= last:
             return ends
         if access.clock() > deadline:
-            raise Unreachable(f"{client.node} has no message {last} of {found.stream!r} yet")
+            raise Unreachable(f"{client.node} has no message {last} of {stream!r} yet")
         time.sleep(_TRY_AGAIN)
 
 
