@@ -73,7 +73,8 @@ class BareStream:
 
     def skip(self, messages: int) -> None:
         """Read from the first message on until so many have passed."""
-        self._ask(Subscribe(0, self._stream, FIRST, CREDITS))
+        # The first chunks may come in one read with the answer, so that is not waited for.
+        self._socket.sendall(Subscribe(0, self._stream, FIRST, CREDITS).encode(1))
         credit = credit_frame(0, CREDITS // 2)
         delivered = 0
         while messages > 0:
