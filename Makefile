@@ -42,9 +42,10 @@ SECONDS ?= 60
 fuzz: ready
 	$(RUN)python -m tests.fuzz_streams --seconds $(SECONDS)
 
-# A minute of publishing for each fault, on both versions, and Spark under kills.
+# A minute of publishing for each fault, on both versions; Spark under kills, and with a million rows.
 faults: ready
 	WARREN_FAULT_SECONDS=60 $(RUN)pytest tests/faults -s
+	WARREN_ROUND_TRIP_ROWS=1000000 $(RUN)pytest tests/spark/test_round_trip.py -s
 
 # For spark-submit --py-files: the wheel under a name that Spark takes. What it depends on (mmh3,
 # pika, pyarrow, numpy) must be installed where the executors run.

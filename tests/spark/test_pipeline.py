@@ -1,6 +1,6 @@
 """The example pipeline, there and back: every row once, in order per key, read from replicas.
 
-`WARREN_PIPELINE_ORDERS` says with how many rows; `make faults` takes a million.
+`WARREN_PIPELINE_ORDERS` says with how many rows.
 """
 
 from __future__ import annotations
