@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pika
@@ -18,25 +16,13 @@ import pika.channel
 import pika.exceptions
 from pika.adapters.asyncio_connection import AsyncioConnection
 
-from sharding.errors import RemoteError, Unreachable
-
-REPLY_TO = "amq.rabbitmq.reply-to"
-
-
-class Refused(RemoteError):
-    """The broker closed the channel; `code` and `text` are its own."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(f"{code} {text}")
-        self.code = code
-        self.text = text
-
-
-@dataclass(frozen=True, slots=True)
-class Declared:
-    name: str
-    messages: int
-    consumers: int
+from sharding.amqp_channel import REPLY_TO as REPLY_TO
+from sharding.amqp_channel import Channel as Channel
+from sharding.amqp_channel import Declared as Declared
+from sharding.amqp_channel import Message as Message
+from sharding.amqp_channel import Refused as Refused
+from sharding.amqp_channel import reason, settle
+from sharding.errors import Unreachable
 
 
 class Session:
@@ -55,13 +41,13 @@ class Session:
 
         def failed(_: Any, error: BaseException | str) -> None:
             if not opened.done():
-                opened.set_exception(Unreachable(f"{_where(parameters)}: {_reason(error)}"))
+                opened.set_exception(Unreachable(f"{_where(parameters)}: {reason(error)}"))
 
         connection = AsyncioConnection(
             parameters,
-            on_open_callback=lambda _: _settle(opened, None),
+            on_open_callback=lambda _: settle(opened, None),
             on_open_error_callback=failed,
-            on_close_callback=lambda _, why: _settle(lost, _reason(why)),
+            on_close_callback=lambda _, why: settle(lost, reason(why)),
             custom_ioloop=loop,
         )
         try:
@@ -85,9 +71,9 @@ class Session:
         if not self.is_open:
             raise Unreachable("the connection is closed")
         try:
-            self._connection.channel(on_open_callback=lambda ch: _settle(opened, ch))
+            self._connection.channel(on_open_callback=lambda ch: settle(opened, ch))
         except pika.exceptions.AMQPError as error:  # no channel number is free, say
-            raise Unreachable(_reason(error)) from None
+            raise Unreachable(reason(error)) from None
         try:
             return Channel(await self._or_lost(opened))
         except asyncio.CancelledError:
@@ -127,174 +113,9 @@ class Session:
         raise Unreachable(f"the connection was lost: {self.lost.result()}")
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    body: bytes
-    properties: pika.BasicProperties
-    delivery_tag: int
-
-
-class Channel:
-    """One channel; a question that the broker answers by closing it raises `Refused`."""
-
-    def __init__(self, channel: pika.channel.Channel) -> None:
-        self._channel = channel
-        self._waiting: set[asyncio.Future[Any]] = set()
-        self._confirms: dict[int, asyncio.Future[Any]] = {}
-        self._published = 0
-        self.refused: Refused | None = None
-        channel.add_on_close_callback(self._on_close)
-
-    def close(self) -> None:
-        """Ask for it to be closed; the answer is not waited for."""
-        if self._channel.is_open:
-            self._channel.close()
-
-    async def declare(
-        self,
-        queue: str,
-        *,
-        passive: bool = False,
-        durable: bool = False,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> Declared:
-        frame = await self._ask(
-            self._channel.queue_declare,
-            queue=queue,
-            passive=passive,
-            durable=durable,
-            arguments=dict(arguments or {}),
-        )
-        method = frame.method
-        return Declared(method.queue, method.message_count, method.consumer_count)
-
-    async def declare_exchange(
-        self, exchange: str, kind: str = "direct", *, passive: bool = False, durable: bool = True
-    ) -> None:
-        await self._ask(
-            self._channel.exchange_declare,
-            exchange=exchange,
-            exchange_type=kind,
-            passive=passive,
-            durable=durable,
-        )
-
-    async def bind(self, queue: str, exchange: str, routing_key: str) -> None:
-        await self._ask(
-            self._channel.queue_bind, queue=queue, exchange=exchange, routing_key=routing_key
-        )
-
-    async def unbind(self, queue: str, exchange: str, routing_key: str) -> None:
-        await self._ask(
-            self._channel.queue_unbind, queue=queue, exchange=exchange, routing_key=routing_key
-        )
-
-    async def delete_empty(self, queue: str) -> None:
-        """Delete a queue that has no message and no consumer; refuse (406) any other."""
-        await self._ask(self._channel.queue_delete, queue=queue, if_unused=True, if_empty=True)
-
-    async def delete_exchange(self, exchange: str) -> None:
-        await self._ask(self._channel.exchange_delete, exchange=exchange)
-
-    async def qos(self, prefetch: int) -> None:
-        await self._ask(self._channel.basic_qos, prefetch_count=prefetch)
-
-    async def consume(
-        self,
-        queue: str,
-        on_message: Callable[[Message], None],
-        *,
-        no_ack: bool = False,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> None:
-        def deliver(_: Any, method: Any, properties: pika.BasicProperties, body: bytes) -> None:
-            on_message(Message(body, properties, method.delivery_tag))
-
-        await self._ask(
-            self._channel.basic_consume,
-            queue=queue,
-            on_message_callback=deliver,
-            auto_ack=no_ack,
-            arguments=dict(arguments or {}),
-        )
-
-    def ack(self, delivery_tag: int) -> None:
-        if self._channel.is_open:
-            self._channel.basic_ack(delivery_tag)
-
-    async def confirm_publishes(self) -> None:
-        def confirmed(frame: Any) -> None:
-            stored = isinstance(frame.method, pika.spec.Basic.Ack)
-            tag = frame.method.delivery_tag
-            for number in [
-                n for n in self._confirms if n == tag or (frame.method.multiple and n < tag)
-            ]:
-                future = self._confirms.pop(number)
-                _settle(future, stored)
-
-        await self._ask(self._channel.confirm_delivery, ack_nack_callback=confirmed)
-
-    async def publish(
-        self, exchange: str, routing_key: str, body: bytes, properties: pika.BasicProperties
-    ) -> bool:
-        """Publish on a channel that confirms; whether the broker says that it is stored."""
-        if self.refused is not None or not self._channel.is_open:
-            raise self.refused or Unreachable("the channel is closed")
-        future = self._future()
-        self._published += 1
-        self._confirms[self._published] = future
-        self._channel.basic_publish(exchange, routing_key, body, properties)
-        return bool(await self._answer(future))
-
-    async def returned_reply_to(self) -> str:
-        future = self._future()
-
-        def returned(_: Any, __: Any, properties: pika.BasicProperties, ___: bytes) -> None:
-            _settle(future, properties.reply_to)
-
-        self._channel.add_on_return_callback(returned)
-        self._channel.basic_publish(
-            "", "warren.nobody", b"", pika.BasicProperties(reply_to=REPLY_TO), mandatory=True
-        )
-        return str(await self._answer(future))
-
-    async def _ask(self, method: Callable[..., Any], **arguments: Any) -> Any:
-        future = self._future()
-        if self.refused is not None or not self._channel.is_open:
-            raise self.refused or Unreachable("the channel is closed")
-        method(**arguments, callback=lambda frame: _settle(future, frame))
-        return await self._answer(future)
-
-    def _future(self) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
-        return future
-
-    async def _answer(self, future: asyncio.Future[Any]) -> Any:
-        try:
-            return await future
-        finally:
-            self._waiting.discard(future)
-
-    def _on_close(self, _: Any, reason: Exception) -> None:
-        error: RemoteError
-        if isinstance(reason, pika.exceptions.ChannelClosedByBroker):
-            error = self.refused = Refused(reason.reply_code, reason.reply_text)
-        else:
-            error = Unreachable(f"the channel was closed: {_reason(reason)}")
-        for future in [*self._waiting, *self._confirms.values()]:
-            if not future.done():
-                future.set_exception(error)
-
-
 def _close_late(opened: asyncio.Future[pika.channel.Channel]) -> None:
     if not opened.cancelled() and opened.exception() is None and opened.result().is_open:
         opened.result().close()
-
-
-def _settle(future: asyncio.Future[Any], value: Any) -> None:
-    if not future.done():
-        future.set_result(value)
 
 
 def node_token(reply_to: str) -> str:
@@ -320,17 +141,6 @@ def _abort(connection: Any) -> None:
 
 def _where(parameters: pika.ConnectionParameters) -> str:
     return f"{parameters.host}:{parameters.port}"
-
-
-def _reason(error: BaseException | str) -> str:
-    """What pika says, on one line; it wraps the cause of a failed connection several times."""
-    while (
-        isinstance(error, pika.exceptions.AMQPConnectionError)
-        and error.args
-        and isinstance(error.args[0], BaseException)
-    ):
-        error = error.args[0]
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def connection_parameters(url: str) -> pika.ConnectionParameters:

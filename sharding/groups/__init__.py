@@ -2,5 +2,6 @@
 
 from sharding.groups.delivery import BatchFailed, Delivery, GroupFailed
 from sharding.groups.options import GroupOptions, Retry
+from sharding.groups.queue_group import ConsumerGroup
 
-__all__ = ["BatchFailed", "Delivery", "GroupFailed", "GroupOptions", "Retry"]
+__all__ = ["BatchFailed", "ConsumerGroup", "Delivery", "GroupFailed", "GroupOptions", "Retry"]

@@ -22,7 +22,7 @@ class Delivery:
     """The routing key that it was published with."""
     shard: str
     """The queue or stream that it was read from."""
-    headers: Mapping[str, Any] = field(default=NO_HEADERS)
+    headers: Mapping[str, Any] = field(default_factory=lambda: NO_HEADERS)
     properties: Any = None
     """What the client that read it has for the rest: pika's properties, say."""
     redelivered: bool = False

@@ -135,8 +135,11 @@ class Lanes:
         return sorted(dropped, key=lambda ticket: ticket.number)
 
     def drop_all(self) -> list[Ticket]:
-        return [ticket for shard in dict.fromkeys(id_[0] for id_ in self._lanes)
-                for ticket in self.drop(shard)]
+        return [
+            ticket
+            for shard in dict.fromkeys(id_[0] for id_ in self._lanes)
+            for ticket in self.drop(shard)
+        ]
 
     def _free(self, lane: LaneId, now: float) -> None:
         state = self._lanes[lane]

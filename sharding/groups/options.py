@@ -124,6 +124,11 @@ class GroupOptions:
         if self.dead_letter is not None:
             check_name("dead_letter", self.dead_letter)
 
+    @property
+    def silence_bound(self) -> float:
+        """A broker that answers nothing for so long is left; it gives up a client as late."""
+        return 3.0 * self.heartbeat
+
     def dead_letters_of(self, name: str) -> str | None:
         """Where the dead letters of this logical queue or stream go."""
         if self.dead_letter is None:

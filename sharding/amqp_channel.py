@@ -1,0 +1,266 @@
+"""One channel of pika's asynchronous connection, as awaitables."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pika
+import pika.channel
+import pika.exceptions
+
+from sharding.errors import RemoteError, Unreachable
+
+REPLY_TO = "amq.rabbitmq.reply-to"
+
+
+class Refused(RemoteError):
+    """The broker closed the channel; `code` and `text` are its own."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code} {text}")
+        self.code = code
+        self.text = text
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    name: str
+    messages: int
+    consumers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    body: bytes
+    properties: pika.BasicProperties
+    delivery_tag: int
+    routing_key: str = ""
+    redelivered: bool = False
+
+
+class Channel:
+    """One channel; a question that the broker answers by closing it raises `Refused`."""
+
+    def __init__(self, channel: pika.channel.Channel) -> None:
+        self._channel = channel
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._confirms: dict[int, asyncio.Future[Any]] = {}
+        self._published = 0
+        self._returned: str | None = None
+        self.refused: Refused | None = None
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done when the channel is closed, with the reason."""
+        channel.add_on_close_callback(self._on_close)
+
+    def close(self) -> None:
+        """Ask for it to be closed; the answer is not waited for."""
+        if self._channel.is_open:
+            self._channel.close()
+
+    async def wait_closed(self) -> None:
+        """Close it and wait for the answer: the broker has requeued what was not acknowledged."""
+        self.close()
+        await asyncio.shield(self.closed)
+
+    async def declare(
+        self,
+        queue: str,
+        *,
+        passive: bool = False,
+        durable: bool = False,
+        exclusive: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Declared:
+        frame = await self._ask(
+            self._channel.queue_declare,
+            queue=queue,
+            passive=passive,
+            durable=durable,
+            exclusive=exclusive,
+            arguments=dict(arguments or {}),
+        )
+        method = frame.method
+        return Declared(method.queue, method.message_count, method.consumer_count)
+
+    async def declare_exchange(
+        self,
+        exchange: str,
+        kind: str = "direct",
+        *,
+        passive: bool = False,
+        durable: bool = True,
+        auto_delete: bool = False,
+    ) -> None:
+        await self._ask(
+            self._channel.exchange_declare,
+            exchange=exchange,
+            exchange_type=kind,
+            passive=passive,
+            durable=durable,
+            auto_delete=auto_delete,
+        )
+
+    async def bind(self, queue: str, exchange: str, routing_key: str) -> None:
+        await self._ask(
+            self._channel.queue_bind, queue=queue, exchange=exchange, routing_key=routing_key
+        )
+
+    async def unbind(self, queue: str, exchange: str, routing_key: str) -> None:
+        await self._ask(
+            self._channel.queue_unbind, queue=queue, exchange=exchange, routing_key=routing_key
+        )
+
+    async def delete_empty(self, queue: str) -> None:
+        """Delete a queue that has no message and no consumer; refuse (406) any other."""
+        await self._ask(self._channel.queue_delete, queue=queue, if_unused=True, if_empty=True)
+
+    async def delete_exchange(self, exchange: str) -> None:
+        await self._ask(self._channel.exchange_delete, exchange=exchange)
+
+    async def qos(self, prefetch: int) -> None:
+        await self._ask(self._channel.basic_qos, prefetch_count=prefetch)
+
+    async def consume(
+        self,
+        queue: str,
+        on_message: Callable[[Message], None],
+        *,
+        no_ack: bool = False,
+        exclusive: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A consumer that the broker cancels, because its queue is gone, closes the channel."""
+
+        def deliver(_: Any, method: Any, properties: pika.BasicProperties, body: bytes) -> None:
+            tag, key = method.delivery_tag, method.routing_key
+            on_message(Message(body, properties, tag, key, method.redelivered))
+
+        self._channel.add_on_cancel_callback(lambda _: self.close())
+
+        await self._ask(
+            self._channel.basic_consume,
+            queue=queue,
+            on_message_callback=deliver,
+            auto_ack=no_ack,
+            exclusive=exclusive,
+            arguments=dict(arguments or {}),
+        )
+
+    def ack(self, delivery_tag: int) -> None:
+        if self._channel.is_open:
+            self._channel.basic_ack(delivery_tag)
+
+    async def confirm_publishes(self) -> None:
+        def confirmed(frame: Any) -> None:
+            stored = isinstance(frame.method, pika.spec.Basic.Ack)
+            tag = frame.method.delivery_tag
+            for number in [
+                n for n in self._confirms if n == tag or (frame.method.multiple and n < tag)
+            ]:
+                future = self._confirms.pop(number)
+                settle(future, stored)
+
+        self._channel.add_on_return_callback(self._on_return)
+        await self._ask(self._channel.confirm_delivery, ack_nack_callback=confirmed)
+
+    def send(
+        self, exchange: str, routing_key: str, body: bytes, properties: pika.BasicProperties
+    ) -> None:
+        """Publish on a channel without confirms; a hint, so nobody is told when it is lost."""
+        if self._channel.is_open:
+            self._channel.basic_publish(exchange, routing_key, body, properties)
+
+    async def publish_mandatory(
+        self, routing_key: str, body: bytes, properties: pika.BasicProperties
+    ) -> bool:
+        """Publish to the queue of this name; `Refused` (312) if there is none.
+
+        One at a time on a channel: a confirm may stand for several messages, so a return could not
+        be told from that of another one.
+        """
+        self._returned = None
+        stored = await self.publish("", routing_key, body, properties, mandatory=True)
+        if self._returned is not None:
+            raise Refused(312, self._returned)
+        return stored
+
+    async def publish(
+        self,
+        exchange: str,
+        routing_key: str,
+        body: bytes,
+        properties: pika.BasicProperties,
+        *,
+        mandatory: bool = False,
+    ) -> bool:
+        """Publish on a channel that confirms; whether the broker says that it is stored."""
+        if self.refused is not None or not self._channel.is_open:
+            raise self.refused or Unreachable("the channel is closed")
+        future = self._future()
+        self._published += 1
+        self._confirms[self._published] = future
+        self._channel.basic_publish(exchange, routing_key, body, properties, mandatory)
+        return bool(await self._answer(future))
+
+    async def returned_reply_to(self) -> str:
+        future = self._future()
+
+        def returned(_: Any, __: Any, properties: pika.BasicProperties, ___: bytes) -> None:
+            settle(future, properties.reply_to)
+
+        self._channel.add_on_return_callback(returned)
+        self._channel.basic_publish(
+            "", "warren.nobody", b"", pika.BasicProperties(reply_to=REPLY_TO), mandatory=True
+        )
+        return str(await self._answer(future))
+
+    async def _ask(self, method: Callable[..., Any], **arguments: Any) -> Any:
+        future = self._future()
+        if self.refused is not None or not self._channel.is_open:
+            raise self.refused or Unreachable("the channel is closed")
+        method(**arguments, callback=lambda frame: settle(future, frame))
+        return await self._answer(future)
+
+    def _future(self) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        return future
+
+    async def _answer(self, future: asyncio.Future[Any]) -> Any:
+        try:
+            return await future
+        finally:
+            self._waiting.discard(future)
+
+    def _on_return(self, _: Any, method: Any, __: Any, ___: bytes) -> None:
+        self._returned = str(method.reply_text)
+
+    def _on_close(self, _: Any, why: Exception) -> None:
+        error: RemoteError
+        if isinstance(why, pika.exceptions.ChannelClosedByBroker):
+            error = self.refused = Refused(why.reply_code, why.reply_text)
+        else:
+            error = Unreachable(f"the channel was closed: {reason(why)}")
+        settle(self.closed, str(error))
+        for future in [*self._waiting, *self._confirms.values()]:
+            if not future.done():
+                future.set_exception(error)
+
+
+def settle(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def reason(error: BaseException | str) -> str:
+    """What pika says, on one line; it wraps the cause of a failed connection several times."""
+    while (
+        isinstance(error, pika.exceptions.AMQPConnectionError)
+        and error.args
+        and isinstance(error.args[0], BaseException)
+    ):
+        error = error.args[0]
+    return " ".join(str(error).split()) or type(error).__name__

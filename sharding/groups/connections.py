@@ -1,0 +1,163 @@
+"""The connections of a worker: one to each node that has shards, one for all else. Thin I/O.
+
+A shard is read over a connection to its own node: through another one, a question about a queue
+whose node is down hangs for 64 s. Those connections never publish, because a broker short of
+memory stops reading from connections that do, and would then not see acknowledgements either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+import pika
+
+from sharding.errors import RemoteError, Unreachable, WarrenError
+from sharding.groups.options import GroupOptions
+from sharding.groups.transport import GroupChannel, GroupSession, Opener, for_a_worker
+
+logger = logging.getLogger("warren.groups")
+_random = random.Random()  # its own, so that nobody else's sequence of numbers changes
+
+FIRST_PAUSE = 0.1
+Addresses = Callable[[str], Sequence[pika.ConnectionParameters]]
+
+
+class Dialer:
+    """Opens connections to nodes by name."""
+
+    def __init__(
+        self, opener: Opener, addresses: Addresses, name: str, options: GroupOptions
+    ) -> None:
+        self._opener = opener
+        self._addresses = addresses
+        self._name = name
+        self._options = options
+        self._known: dict[str, Sequence[pika.ConnectionParameters]] = {}
+
+    async def open(self, node: str) -> GroupSession:
+        problem = f"no address of {node} is known"
+        for parameters in self._parameters(node):
+            own = for_a_worker(parameters, self._name, self._options.heartbeat)
+            try:
+                return await self._opener(own, self._options.connect_timeout)
+            except Unreachable as error:
+                problem = str(error)
+        raise Unreachable(f"{node}: {problem}")
+
+    def _parameters(self, node: str) -> Sequence[pika.ConnectionParameters]:
+        try:
+            self._known[node] = self._addresses(node)
+        except WarrenError as error:  # maps too old to publish by are good enough to read by
+            logger.debug("the addresses of %s are those known before: %s", node, error)
+        return self._known.get(node, ())
+
+
+class NodeConnection:
+    """Keeps a connection to one node, and proves again and again that the broker answers on it.
+
+    `on_proof(sent)` is called when a question sent at that moment was answered: until then, at
+    least, the broker had not given up this connection and the locks that hang on it.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        dialer: Dialer,
+        options: GroupOptions,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+        on_proof: Callable[[str, float], None],
+    ) -> None:
+        self.node = node
+        self.session: GroupSession | None = None
+        self.trouble = "not connected yet"
+        self._dialer = dialer
+        self._options = options
+        self._clock = clock
+        self._on_change = on_change
+        self._on_proof = on_proof
+
+    async def run(self) -> None:
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                session = await self._dialer.open(self.node)
+            except Exception as error:  # nothing may end this task: nobody would notice
+                self._note(error)
+                await asyncio.sleep(pause * _random.uniform(0.8, 1.2))
+                pause = min(pause * 2, self._options.take_interval)
+                continue
+            pause = FIRST_PAUSE
+            try:
+                await self._serve(session)
+            except Exception as error:
+                self._note(error)
+            finally:
+                self.session = None
+                self._on_change()
+                await session.close()
+            await asyncio.sleep(FIRST_PAUSE)
+
+    async def _serve(self, session: GroupSession) -> None:
+        async with asyncio.timeout(self._options.answer_timeout):
+            control = await session.channel()
+        while not session.lost.done():
+            sent = self._clock()
+            async with asyncio.timeout(self._options.silence_bound):
+                await control.qos(1)  # any question would do
+            if self.session is None:
+                logger.info("connected to %s", self.node)
+                self.session = session
+                self._on_change()
+            self._on_proof(self.node, sent)
+            await asyncio.wait([session.lost], timeout=self._options.heartbeat / 4)
+        raise Unreachable(f"{self.node}: the connection was lost: {session.lost.result()}")
+
+    def _note(self, error: Exception) -> None:
+        self.trouble = str(error) or "no answer in time"
+        if isinstance(error, WarrenError | TimeoutError | OSError):
+            logger.info("no connection to %s: %s", self.node, self.trouble)
+        else:
+            logger.exception("the connection to %s failed, and is tried again", self.node)
+
+
+class SideConnection:
+    """One connection to any node that answers, for announcements and dead letters."""
+
+    def __init__(self, dialer: Dialer, nodes: Callable[[], Sequence[str]]) -> None:
+        self._dialer = dialer
+        self._nodes = nodes
+        self._session: GroupSession | None = None
+        self._opening = asyncio.Lock()
+
+    async def channel(self) -> GroupChannel:
+        return await (await self.session()).channel()
+
+    async def session(self) -> GroupSession:
+        """The open connection; raises `Unreachable` if no node answers."""
+        async with self._opening:
+            if self._session is None or not self._session.is_open:
+                self._session = await self._open()
+            return self._session
+
+    async def drop(self) -> None:
+        """Leave a connection that does not do what it should; the next one may."""
+        async with self._opening:
+            session, self._session = self._session, None
+        if session is not None:
+            await session.close(timeout=0.5)
+
+    close = drop
+
+    async def _open(self) -> GroupSession:
+        nodes = list(self._nodes())
+        problem = "no node is known"
+        for node in _random.sample(nodes, len(nodes)):
+            try:
+                return await self._dialer.open(node)
+            except RemoteError as error:
+                problem = str(error)
+        raise Unreachable(problem)

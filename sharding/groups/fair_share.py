@@ -1,0 +1,78 @@
+"""Who should hold how many shards, and who gives up or takes which. Pure.
+
+Every worker decides for itself, from what it has heard of the others. The rules:
+
+1. With S shards and M workers, S mod M workers hold one shard more than the others, S div M. Those
+   that hold most now are the ones, so that the least has to move; equals are told apart by id.
+2. Whoever holds more than its share gives up the surplus. Which ones, a hash of their names says:
+   names sort by node, and a worker should not end with the shards of one node only.
+3. Free shards are dealt to those that hold less than their share, one to each in turn, so that two
+   workers with the same view never reach for the same shard.
+4. Nobody takes what another is heard to hold. The broker's lock is the truth anyway: views that
+   differ cost an attempt or a move, and never two readers of one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from sharding.hashing import murmur3
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    give_up: frozenset[str] = frozenset()
+    take: tuple[str, ...] = ()
+
+
+def decide(me: str, held: Mapping[str, frozenset[str]], shards: Iterable[str]) -> Decision:
+    """What `me` should do. `held` says of each worker, `me` included, which shards it holds.
+
+    `shards` are those that exist as far as `me` knows; one that somebody holds exists as well.
+
+    >>> decide("b", {"a": frozenset({"s1", "s2", "s3"}), "b": frozenset()}, ["s1", "s2", "s3"])
+    Decision(give_up=frozenset(), take=())
+    >>> len(decide("a", {"a": frozenset({"s1", "s2", "s3"}), "b": frozenset()}, []).give_up)
+    1
+    >>> decide("b", {"a": frozenset({"s1", "s2"}), "b": frozenset()}, ["s1", "s2", "s3"]).take
+    ('s3',)
+    """
+    taken = frozenset[str]().union(*held.values())
+    every = taken | frozenset(shards)
+    shares = fair_shares({worker: len(mine) for worker, mine in held.items()}, len(every))
+    surplus = len(held[me]) - shares[me]
+    if surplus > 0:
+        return Decision(give_up=frozenset(in_hashed_order(held[me])[:surplus]))
+    return Decision(take=tuple(_dealt(me, held, shares, in_hashed_order(every - taken))))
+
+
+def fair_shares(loads: Mapping[str, int], shards: int) -> dict[str, int]:
+    """How many shards each worker should hold.
+
+    >>> fair_shares({"a": 12, "b": 0, "c": 0, "d": 0, "e": 0}, 12)
+    {'a': 3, 'b': 3, 'c': 2, 'd': 2, 'e': 2}
+    """
+    least, more = divmod(shards, len(loads))
+    ranked = sorted(loads, key=lambda worker: (-loads[worker], worker))
+    return {worker: least + (rank < more) for rank, worker in enumerate(ranked)}
+
+
+def in_hashed_order(names: Iterable[str]) -> list[str]:
+    """The same order for everybody, and one in which a node's shards do not stand together."""
+    return sorted(names, key=lambda name: (murmur3(name), name))
+
+
+def _dealt(
+    me: str, held: Mapping[str, frozenset[str]], shares: Mapping[str, int], free: list[str]
+) -> list[str]:
+    room = {worker: shares[worker] - len(held[worker]) for worker in sorted(shares)}
+    dealt: list[str] = []
+    while free and any(left > 0 for left in room.values()):
+        for worker in room:
+            if room[worker] > 0 and free:
+                shard = free.pop(0)
+                room[worker] -= 1
+                if worker == me:
+                    dealt.append(shard)
+    return dealt

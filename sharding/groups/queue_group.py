@@ -1,0 +1,232 @@
+"""`ConsumerGroup`: a worker that shares all shards of a logical queue with others like it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from sharding.errors import InvalidInput, WarrenError
+from sharding.groups.connections import Dialer
+from sharding.groups.membership import exchange_of
+from sharding.groups.options import GroupOptions
+from sharding.groups.running import StopRequest, stopping_on_signals
+from sharding.groups.steward import Steward
+from sharding.groups.transport import Opener, open_with_pika
+from sharding.groups.workshop import Handler, Workshop
+from sharding.shard_map import ShardKind, ShardMap
+from sharding.topology import Topology
+
+logger = logging.getLogger("warren.groups")
+
+LEAVE_TIMEOUT = 5.0
+"""For closing channels and connections, after the handlers have ended."""
+
+
+class ConsumerGroup:
+    """Any number of these, in any number of processes, read one logical queue together.
+
+    Each shard is read by one of them at a time; loads differ by at most one shard; the shards of a
+    worker that dies go to the others. `handler` gets one `Delivery` at a time, or with `batch_size`
+    above 1 a list; a message is acknowledged when it returns, and tried again when it raises.
+
+    A queue has one group by nature: what one worker acknowledged, no other will see. For several
+    independent readers of the same messages use a stream.
+
+    It works from `with` (or `start()`) on; `run()` waits until it is stopped.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        logical: str,
+        handler: Handler,
+        *,
+        options: GroupOptions | None = None,
+    ) -> None:
+        if not callable(handler):
+            raise InvalidInput("handler", "must be callable", handler)
+        self._topology = topology
+        self._logical = logical
+        self._handler = handler
+        self.options = options or GroupOptions()
+        self.options.dead_letters_of(logical)
+        exchange_of(logical)
+        self._maps = Maps(topology, logical)
+        self.worker = new_worker_id()
+        self._workshop: Workshop | None = None
+        self._steward: Steward | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._unsubscribe: Callable[[], None] = lambda: None
+        self._stop_request = StopRequest()
+        self._stopping = threading.Lock()
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> ConsumerGroup:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"<ConsumerGroup {self._logical!r}, worker {self.worker}, {len(self.shards)} shards>"
+
+    @property
+    def shards(self) -> frozenset[str]:
+        """The shards this worker holds now."""
+        return self._steward.held() if self._steward is not None else frozenset()
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """What happened since the start, and what is so now (`in_hand`, `running`, `shards`)."""
+        if self._workshop is None or self._steward is None:
+            return {}
+        return {**self._workshop.counters, **self._steward.counters, "shards": len(self.shards)}
+
+    def start(self) -> None:
+        """Begin to work, in threads of its own."""
+        if self._thread is not None:
+            raise InvalidInput("start", "may be called once", self)
+        self._maps.check()
+        self._workshop = Workshop(self._handler, self.options, on_failure=self._stop_request.ask)
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="warren-group", daemon=True
+        )
+        self._thread.start()
+        started.wait()
+        self._unsubscribe = self._topology.subscribe(lambda *_: self._look_again())
+
+    def run(self) -> None:
+        """Work until `stop()`, or until SIGTERM or SIGINT in the main thread, and stop in order.
+
+        Raises what makes it useless to go on: too many handlers that hang, a queue without locks.
+        """
+        if self._thread is None:
+            self.start()
+        with stopping_on_signals(self._stop_request.ask):
+            self._stop_request.wait()
+        self.stop()
+        failure = self._failure or (self._workshop.failure if self._workshop else None)
+        if failure is not None:
+            raise failure
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Finish what is running, give the rest back; whether it was finished within `timeout`.
+
+        A handler that is still at work then is left alone, and its message goes to another worker.
+        """
+        self._stop_request.ask()
+        with self._stopping:
+            thread, loop, workshop = self._thread, self._loop, self._workshop
+            if thread is None or loop is None or workshop is None or not thread.is_alive():
+                return True
+            self._unsubscribe()
+            if self._steward is not None:
+                loop.call_soon_threadsafe(self._steward.wind_down)
+            patience = self.options.stop_timeout if timeout is None else timeout
+            finished = workshop.stop(patience)
+            if not finished:
+                logger.warning("handlers are still at work after %g s; they are left", patience)
+            with suppress(RuntimeError):  # it has ended by itself
+                loop.call_soon_threadsafe(self._end.set)
+            thread.join(2 * LEAVE_TIMEOUT)
+            return finished
+
+    # The thread of the I/O loop.
+
+    def _run(self, started: threading.Event) -> None:
+        try:
+            asyncio.run(self._work(started, open_with_pika))
+        except BaseException as error:
+            self._failure = error
+            if not isinstance(error, WarrenError):
+                logger.exception("the worker of %s has ended", self._logical)
+        finally:
+            started.set()
+            self._stop_request.ask()
+
+    async def _work(self, started: threading.Event, opener: Opener) -> None:
+        assert self._workshop is not None
+        self._loop = asyncio.get_running_loop()
+        self._end = asyncio.Event()
+        self._steward = new_steward(
+            self._topology, self._maps, self._workshop, self.worker, self.options, opener
+        )
+        started.set()
+        working = asyncio.create_task(self._steward.run())
+        ending = asyncio.create_task(self._end.wait())
+        await asyncio.wait([working, ending], return_when=asyncio.FIRST_COMPLETED)
+        failed = working.done()
+        for task in (working, ending):
+            task.cancel()
+        results = await asyncio.gather(working, ending, return_exceptions=True)
+        if failed:
+            await asyncio.to_thread(self._workshop.stop, self.options.stop_timeout)
+        await self._steward.leave(LEAVE_TIMEOUT)
+        if failed and isinstance(results[0], BaseException):
+            raise results[0]
+
+    def _look_again(self) -> None:
+        if self._loop is not None and self._steward is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._steward.look_again)
+
+
+class Maps:
+    """The newest map of one logical queue; the last one known while the topology has none."""
+
+    def __init__(self, topology: Topology, logical: str) -> None:
+        self._topology = topology
+        self.logical = logical
+        self._last: ShardMap | None = None
+
+    def check(self) -> None:
+        """Raise unless there is a map of queues that a group can read."""
+        shard_map = self._last = self._topology.shard_map(self.logical)
+        if shard_map is None:
+            raise InvalidInput("logical queue", "must be one that is sharded", self.logical)
+        if shard_map.kind is ShardKind.STREAM:
+            raise InvalidInput(
+                "logical queue", "must be of queues; streams have StreamConsumerGroup", self.logical
+            )
+        kind = shard_map.policy.queue_arguments.get("x-queue-type", "classic")
+        if kind != "classic":
+            raise InvalidInput(
+                "x-queue-type",
+                "must be classic: other queues do not know exclusive consumers",
+                kind,
+            )
+
+    def current(self) -> ShardMap | None:
+        try:
+            self._last = self._topology.shard_map(self.logical)
+        except WarrenError as error:  # too old to publish by is good enough to read by
+            logger.debug("the map of %s is the one known before: %s", self.logical, error)
+        return self._last
+
+
+def new_worker_id() -> str:
+    """Who a worker is to the others: readable, and never the same twice."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def new_steward(
+    topology: Topology,
+    maps: Maps,
+    bench: Workshop,
+    worker: str,
+    options: GroupOptions,
+    opener: Opener,
+) -> Steward:
+    name = f"warren worker {worker} of {maps.logical}"
+    dialer = Dialer(opener, topology.connection_parameters, name, options)
+    return Steward(worker, maps.current, bench, dialer, options, maps.logical, time.monotonic)

@@ -1,0 +1,280 @@
+"""A worker of a queue group: which shards it holds, takes and gives up. Runs on an asyncio loop.
+
+It looks at what it knows (the shard map, its connections, what other workers announce), has
+`fair_share` decide, and starts what follows; it looks again when something changed, and otherwise
+a few times a second. Every step may fail, and is then simply decided again at a later look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from sharding.amqp import Refused
+from sharding.errors import WarrenError
+from sharding.groups.announcements import Kind
+from sharding.groups.connections import Dialer, NodeConnection, SideConnection
+from sharding.groups.dead_letters import DeadLetters
+from sharding.groups.fair_share import decide, in_hashed_order
+from sharding.groups.membership import Membership
+from sharding.groups.options import GroupOptions
+from sharding.groups.shard_reader import IN_USE, Bench, NotLockable, ShardReader
+from sharding.shard_map import ShardMap
+
+logger = logging.getLogger("warren.groups")
+
+LOOK_INTERVAL = 0.25
+REFUSALS_WORTH_A_WARNING = 30
+COUNTED = ("taken", "released", "lost", "refused", "redelivered", "dead_lettered")
+
+
+class Steward:
+    """`shard_map()` gives the newest map, None where there is none any more."""
+
+    def __init__(
+        self,
+        me: str,
+        shard_map: Callable[[], ShardMap | None],
+        bench: Bench,
+        dialer: Dialer,
+        options: GroupOptions,
+        logical: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.me = me
+        self._shard_map = shard_map
+        self._bench = bench
+        self._dialer = dialer
+        self._options = options
+        self._clock = clock
+        self._homes: dict[str, str] = {}
+        self._nodes: dict[str, tuple[NodeConnection, asyncio.Task[None]]] = {}
+        self._proofs: dict[str, float] = {}
+        self._readers: dict[str, ShardReader] = {}
+        self._taking: dict[str, asyncio.Task[None]] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        self._not_before: dict[str, float] = {}
+        self._away: set[str] = set()
+        self._free_since: dict[str, float] = {}
+        self._refusals: Counter[str] = Counter()
+        self._locks_proved: set[str] = set()
+        self._changed = asyncio.Event()
+        self._failure: WarrenError | None = None
+        self._winding_down = False
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self._side = SideConnection(dialer, lambda: sorted(set(self._homes.values())))
+        queue = options.dead_letters_of(logical)
+        self._dead_letters = (
+            None if queue is None else DeadLetters(queue, self._side, options.answer_timeout)
+        )
+        self._membership = Membership(
+            self._side, logical, me, options, clock, self.held, self.look_again
+        )
+
+    def held(self) -> frozenset[str]:
+        """The shards this worker holds now, those it is about to leave included."""
+        return frozenset(self._readers)
+
+    def look_again(self) -> None:
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Work until cancelled; raises what makes it useless to go on."""
+        membership = asyncio.create_task(self._membership.run())
+        try:
+            while self._failure is None:
+                self._changed.clear()
+                self._look()
+                try:
+                    async with asyncio.timeout(LOOK_INTERVAL):
+                        await self._changed.wait()
+                except TimeoutError:
+                    continue
+            raise self._failure
+        finally:
+            membership.cancel()
+            tasks = [*self._taking.values(), *self._leaving.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(membership, *tasks, return_exceptions=True)
+
+    def wind_down(self) -> None:
+        """Take and give up nothing more; the end is near."""
+        self._winding_down = True
+        for reader in self._readers.values():
+            reader.wind_down()
+
+    async def leave(self, timeout: float) -> None:
+        """After `run` and after the workshop stopped: acknowledge, close, say goodbye."""
+        readers = list(self._readers.values())
+        self._readers.clear()
+        try:
+            async with asyncio.timeout(timeout):
+                closing = [reader.close() for reader in readers]
+                await asyncio.gather(*closing, return_exceptions=True)
+        except TimeoutError:
+            logger.warning("not every shard was given back in order; the broker does it now")
+        self.counters["released"] += len(readers)
+        self._membership.announce(Kind.BYE)
+        for connection, task in self._nodes.values():
+            task.cancel()
+            if connection.session is not None:
+                await connection.session.close()
+        await asyncio.gather(*(task for _, task in self._nodes.values()), return_exceptions=True)
+        await self._side.close()
+
+    # Looking.
+
+    def _look(self) -> None:
+        self._follow_map()
+        if self._winding_down or not self._membership.settled:
+            return
+        now = self._clock()
+        others = self._membership.others()
+        known = self._reachable(now)
+        decision = decide(self.me, {**others, self.me: self.held()}, known)
+        gone = self.held() - self._homes.keys()
+        surplus = [s for s in in_hashed_order(decision.give_up) if s not in self._leaving]
+        for shard in [*gone, *surplus[: len(decision.give_up) - len(self._leaving)]]:
+            self._start(self._leaving, shard, self._give_up(shard))
+        overdue = self._overdue(known.difference(self.held(), *others.values()), now)
+        for shard in dict.fromkeys([*decision.take, *overdue]):
+            if now >= self._not_before.get(shard, 0) and shard not in self._readers:
+                self._start(self._taking, shard, self._take(shard))
+
+    def _follow_map(self) -> None:
+        shard_map = self._shard_map()
+        self._homes = {s.name: s.node for s in shard_map.shards} if shard_map else {}
+        for node in set(self._homes.values()) - self._nodes.keys():
+            connection = NodeConnection(
+                node,
+                self._dialer,
+                self._options,
+                self._clock,
+                self.look_again,
+                self._on_proof,
+            )
+            self._nodes[node] = connection, asyncio.create_task(connection.run())
+        used = {self._homes.get(shard) for shard in self.held()} | set(self._homes.values())
+        if not self._leaving:  # what is about to be left still needs its connection
+            for node in self._nodes.keys() - used:
+                self._nodes.pop(node)[1].cancel()
+
+    def _reachable(self, now: float) -> frozenset[str]:
+        """Shards whose node answers, without those that did not when they were asked for."""
+        return frozenset(
+            shard
+            for shard, node in self._homes.items()
+            if self._nodes[node][0].session is not None
+            and (shard not in self._away or now >= self._not_before.get(shard, 0))
+        )
+
+    def _overdue(self, free: frozenset[str], now: float) -> list[str]:
+        """Shards that whoever should take them does not take: any worker may."""
+        self._free_since = {shard: self._free_since.get(shard, now) for shard in free}
+        patience = 3 * self._options.member_timeout
+        return [shard for shard, since in self._free_since.items() if now - since > patience]
+
+    def _start(
+        self,
+        tasks: dict[str, asyncio.Task[None]],
+        shard: str,
+        work: Coroutine[Any, Any, None],
+    ) -> None:
+        if shard in self._taking or shard in self._leaving:
+            work.close()
+            return
+
+        def ended(done: asyncio.Task[None]) -> None:
+            del tasks[shard]
+            if not done.cancelled() and done.exception() is not None:
+                logger.error("%r could not be moved", shard, exc_info=done.exception())
+            self.look_again()
+
+        task = tasks[shard] = asyncio.create_task(work)
+        task.add_done_callback(ended)
+
+    def _on_proof(self, node: str, sent: float) -> None:
+        self._proofs[node] = sent
+        for shard in self._readers:
+            if self._homes.get(shard) == node:
+                self._bench.set_lease(shard, sent + self._options.heartbeat)
+
+    # Taking and leaving.
+
+    async def _take(self, shard: str) -> None:
+        self._not_before[shard] = self._clock() + self._options.take_interval
+        self._away.discard(shard)
+        node = self._homes[shard]
+        session = self._nodes[node][0].session
+        if session is None:
+            return
+        channel = None
+        try:
+            async with asyncio.timeout(self._options.answer_timeout):
+                channel = await session.channel()
+                reader = ShardReader(shard, channel, self._bench, self._dead_letters, self.counters)
+                await reader.start(
+                    session,
+                    self._options,
+                    prove=shard not in self._locks_proved,
+                    until=self._proofs[node] + self._options.heartbeat,
+                )
+        except NotLockable as error:
+            self._failure = error
+        except Refused as error:
+            self._on_refused(shard, error)
+        except (WarrenError, TimeoutError) as error:
+            self._away.add(shard)
+            logger.info("%r can't be taken now: %s", shard, error or "no answer in time")
+        else:
+            self._on_taken(shard, reader)
+            return
+        if channel is not None:
+            channel.close()
+
+    def _on_taken(self, shard: str, reader: ShardReader) -> None:
+        self._locks_proved.add(shard)
+        self._refusals.pop(shard, None)
+        self._not_before.pop(shard, None)
+        self._readers[shard] = reader
+        self.counters["taken"] += 1
+        logger.info("%r is taken; %d shards held", shard, len(self._readers))
+        reader.channel.closed.add_done_callback(lambda _: self._on_closed(shard, reader))
+        self._membership.announce()
+
+    def _on_refused(self, shard: str, error: Refused) -> None:
+        if error.code != IN_USE:
+            self._away.add(shard)
+            logger.info("%r can't be taken now: %s", shard, error)
+            return
+        self.counters["refused"] += 1
+        self._refusals[shard] += 1
+        if self._refusals[shard] == REFUSALS_WORTH_A_WARNING:
+            logger.warning(
+                "%r is read by somebody who announces nothing: a consumer that is no worker of "
+                "this group, or a worker that hangs",
+                shard,
+            )
+
+    def _on_closed(self, shard: str, reader: ShardReader) -> None:
+        """The channel is closed, by us or not: the shard is not ours any more."""
+        if self._readers.get(shard) is not reader:
+            return
+        del self._readers[shard]
+        reader.forget()
+        if shard in self._leaving:
+            self.counters["released"] += 1
+            logger.info("%r is given up; %d shards held", shard, len(self._readers))
+        else:
+            self.counters["lost"] += 1
+            logger.warning("%r is lost: %s", shard, reader.channel.closed.result())
+        self._membership.announce()
+        self.look_again()
+
+    async def _give_up(self, shard: str) -> None:
+        await self._readers[shard].give_up()
