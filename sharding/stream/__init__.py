@@ -30,6 +30,7 @@ from sharding.stream.formats.properties import Properties
 from sharding.stream.producing.producer import Producer
 from sharding.stream.producing.producer_options import ProducerOptions
 from sharding.stream.producing.report import Failure, NotStored, PerhapsNotStored, Report
+from sharding.stream.producing.targets import Unroutable
 from sharding.stream.protocol import Broker, Limits
 from sharding.stream.stream_arguments import StreamArguments
 
@@ -68,4 +69,5 @@ __all__ = [
     "StreamRefused",
     "StreamRoute",
     "StreamUnavailable",
+    "Unroutable",
 ]

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
 from sharding.counting import Subject
@@ -30,6 +30,7 @@ from sharding.routes import StreamRoute
 from sharding.stream.administration import Administration
 from sharding.stream.consuming.consumer import Consumer
 from sharding.stream.consuming.consumer_options import ConsumerOptions
+from sharding.stream.consuming.offset_store import check_offset, store_offset_surely
 from sharding.stream.consuming.offset_times import offset_at
 from sharding.stream.consuming.probe import Ends, leader_ends
 from sharding.stream.consuming.reading import RangeReading, read_range
@@ -50,6 +51,10 @@ from sharding.stream.protocol import Broker
 from sharding.stream.stream_arguments import StreamArguments
 from sharding.stream.super_streams import SuperStreamsOverAmqp
 from sharding.stream.uris import StreamUri, parse_all
+
+
+class Closable(Protocol):
+    def close(self, timeout: float) -> object: ...
 
 
 class StreamEnvironment:
@@ -73,7 +78,7 @@ class StreamEnvironment:
             idle_timeout=self.options.idle_timeout,
         )
         self._recovery = Recovery()
-        self._open: WeakSet[Producer | Consumer] = WeakSet()
+        self._open: WeakSet[Closable] = WeakSet()
         self._administration = Administration(
             self._locator,
             self._routes,
@@ -181,7 +186,23 @@ class StreamEnvironment:
         """The offset that a consumer of this name has stored, or None."""
         return self._locator.call(QueryOffset(name, stream), self.options.request_timeout).offset
 
+    def store_offset(self, name: str, stream: str, offset: int) -> None:
+        """Say that a consumer of this name has dealt with all up to `offset`; also backwards.
+
+        Returns when the broker has it. One that is running stores its own over it.
+        """
+        check_offset(name, offset)
+        timeout = self.options.request_timeout
+        deadline = time.monotonic() + timeout
+        client = self._locator.connect(timeout)
+        store_offset_surely(client, name, stream, offset, deadline, exactly=True)
+
     # Messages
+
+    def lend(self, borrower: Closable) -> Access:
+        """Routes and connections for a part that builds on them, and is closed with all others."""
+        self._open.add(borrower)
+        return self._access
 
     def producer(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from sharding.errors import InvalidInput
-from sharding.stream import ConsumerOptions, StreamEnvironment
+from sharding.stream import ConsumerOptions, StreamEnvironment, StreamNotFound
 from tests.cluster import Cluster, wait_until
 from tests.streams import environment_of, publish, read_all, stream_in, super_stream_in
 
@@ -54,6 +54,21 @@ def test_stored_offset_can_be_read_as_soon_as_the_call_returns(
             for offset in range(50):
                 consumer.store_offset(stream, offset)
                 assert environment.stored_offset("joe", stream) == offset
+
+
+def test_offset_is_stored_without_a_consumer_also_backwards(environment: StreamEnvironment) -> None:
+    with stream_in(environment) as stream:
+        publish(environment, stream, numbers(0, 100))
+        for offset in (70, 20):
+            environment.store_offset("joe", stream, offset)
+            assert environment.stored_offset("joe", stream) == offset
+        with environment.consumer(stream, JOE) as consumer:
+            assert next(consumer.messages(timeout=10)).body == b"21"
+        with pytest.raises(StreamNotFound):
+            environment.store_offset("joe", f"no-{stream}", 1)
+        for name, offset in (("", 1), ("n" * 256, 1), ("joe", -1)):
+            with pytest.raises(InvalidInput):
+                environment.store_offset(name, stream, offset)
 
 
 def test_offsets_are_stored_automatically_by_count(environment: StreamEnvironment) -> None:

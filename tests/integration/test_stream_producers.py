@@ -20,8 +20,8 @@ from sharding.stream import (
     Properties,
     StreamEnvironment,
     StreamNotFound,
+    Unroutable,
 )
-from sharding.stream.producing.targets import Unroutable
 from tests.cluster import Cluster, wait_until
 from tests.streams import environment_of, leader_node, read_all, stream_in, super_stream_in
 

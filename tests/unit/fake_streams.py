@@ -259,8 +259,11 @@ class FakeCluster:
     def leader(self, stream: str, timeout: float) -> Broker:  # noqa: ARG002
         return A
 
-    def suspect(self, stream: str, reason: str) -> None:  # noqa: ARG002
-        self.suspected.append(stream)
+    def partitions(self, super_stream: str, timeout: float) -> tuple[str, ...]:  # noqa: ARG002
+        raise refusal("Partitions", Code.NO_SUCH_STREAM, super_stream)
+
+    def suspect(self, name: str, reason: str) -> None:  # noqa: ARG002
+        self.suspected.append(name)
 
     def subscriber(
         self,

@@ -179,6 +179,19 @@ def test_close_wakes_who_waits() -> None:
     assert found == [None]
 
 
+def test_waking_lets_one_wait_return_with_nothing_but_never_hides_a_chunk() -> None:
+    inbox = Inbox(10)
+    lane, source = listening(inbox)
+    inbox.wake()
+    filled(inbox, lane, source, (0, 5))
+    assert take(inbox).end == 5
+    assert inbox.take(None) is None
+    waker = threading.Timer(0.05, inbox.wake)
+    waker.start()
+    assert inbox.take(time.monotonic() + 30) is None
+    waker.join()
+
+
 def test_chunk_wakes_who_waits() -> None:
     inbox = Inbox(10)
     lane, source = listening(inbox)

@@ -104,6 +104,7 @@ class Inbox:
         self._ready: deque[Lane] = deque()
         self._sleepers = 0
         self._failure: Exception | None = None
+        self._woken = False
         self._closed = False
 
     @property
@@ -137,7 +138,7 @@ class Inbox:
         return True
 
     def take(self, deadline: float | None) -> Taken | None:
-        """The chunks of the lane whose turn it is; None at the deadline or when closed.
+        """The chunks of the lane whose turn it is; None at the deadline, when woken or closed.
 
         A failure is raised once everything that came before it is taken.
         """
@@ -151,13 +152,20 @@ class Inbox:
                 if self._failure is not None:
                     raise self._failure
                 left = None if deadline is None else deadline - self._clock()
-                if self._closed or (left is not None and left <= 0):
+                if self._closed or self._woken or (left is not None and left <= 0):
+                    self._woken = False
                     return None
                 self._sleepers += 1
                 try:
                     self._changed.wait(left)
                 finally:
                     self._sleepers -= 1
+
+    def wake(self) -> None:
+        """Let who waits in `take`, or comes next and finds nothing, return with nothing."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def shut(self, lane: Lane) -> None:
         """Hand out no more of this lane; what waits is dropped."""

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sharding.errors import InvalidInput
 from sharding.stream.errors import NoAnswerInTime
 from sharding.stream.frames.requests import QueryOffset, store_offset_frame
+from sharding.stream.protocol import MAX_REFERENCE_BYTES
 
 if TYPE_CHECKING:
     from sharding.stream.network.client import StreamClient
@@ -38,8 +40,10 @@ def store_offset_surely(
     deadline: float,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
+    *,
+    exactly: bool = False,
 ) -> None:
-    """Store an offset and return when the broker has it.
+    """Store an offset and return when the broker has it, or unless `exactly` a later one.
 
     A query on the same connection is answered after the offset was passed to the leader. One that
     is still missing then was lost on the way to a leader that moved: it is sent again.
@@ -47,10 +51,18 @@ def store_offset_surely(
     while (left := deadline - clock()) > 0:
         store_offset(client, name, stream, offset)
         found = stored_offset(client, name, stream, left)
-        if found is not None and found >= offset:
+        if found == offset or (found is not None and found > offset and not exactly):
             return
         pause(min(_TRY_AGAIN, left))
     raise NoAnswerInTime(f"offset {offset} of {stream!r} was not seen stored as {name!r} in time")
+
+
+def check_offset(name: str, offset: int) -> None:
+    """Raises for what no broker may be sent: 3.10 loses the stream's leader over a long name."""
+    if not 0 < len(name.encode()) <= MAX_REFERENCE_BYTES:
+        raise InvalidInput("name", f"must have 1 to {MAX_REFERENCE_BYTES} bytes", name)
+    if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < 2**63:
+        raise InvalidInput("offset", "must be a whole number from 0", offset)
 
 
 class Progress:
