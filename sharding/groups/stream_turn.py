@@ -1,0 +1,116 @@
+"""One worker's turn at a partition: what it has in hand, how far it is, when to store that.
+
+A turn begins when the broker makes this worker the active one and ends when it makes another one
+so, or when the connection is lost. Outcomes that come after the end are not heard: the message is
+somebody else's by then.
+
+Messages are submitted on the partition's thread; outcomes come on the workshop's threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from sharding.groups.delivery import Dead, Delivery, Done, Outcome
+from sharding.groups.stream_options import StreamGroupOptions
+from sharding.groups.stream_watermark import Watermark
+from sharding.groups.workshop import Workshop
+from sharding.stream.formats.message import Message
+
+
+class Burials(Protocol):
+    """Stores dead letters; `DeadLetters` in real life."""
+
+    def bury(
+        self, delivery: Delivery, dead: Dead, then: Callable[[], None], still: Callable[[], bool]
+    ) -> None:
+        """Call `then` once it is stored; give up when it is `still` wanted no more."""
+
+
+class Turn:
+    def __init__(
+        self,
+        mark: int | None,
+        workshop: Workshop,
+        burials: Burials,
+        options: StreamGroupOptions,
+        on_progress: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._workshop = workshop
+        self._burials = burials
+        self._options = options
+        self._on_progress = on_progress
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._watermark = Watermark(mark)
+        self._stored = mark
+        self._moved = 0
+        self._since = clock()
+        self._over = False
+
+    @property
+    def room(self) -> int:
+        """How many more messages may be submitted now."""
+        return self._options.prefetch - self._watermark.in_hand
+
+    def submit(self, message: Message, stream: str) -> None:
+        offset = message.offset
+        assert offset is not None
+        delivery = Delivery(
+            message.body,
+            message.key or "",
+            stream,
+            message.application_properties,
+            message,
+            offset=offset,
+        )
+        with self._lock:
+            self._watermark.begin(offset)
+        # Messages without a key share one lane, so that they keep the partition's order.
+        self._workshop.submit(message.key, delivery, lambda outcome: self._on(outcome, delivery))
+
+    def due_at(self) -> float | None:
+        """When the offset has to be stored; None while there is nothing new to store."""
+        with self._lock:
+            if not self._moved:
+                return None
+            many = self._moved >= self._options.store_every_messages
+            first = self._stored is None  # so that "next" has a fixed meaning as early as can be
+            return self._since if many or first else self._since + self._options.store_every_seconds
+
+    def to_store(self) -> int | None:
+        """The offset to store now; it counts as stored from here on."""
+        with self._lock:
+            if not self._moved:
+                return None
+            self._moved = 0
+            self._since = self._clock()
+            self._stored = self._watermark.mark
+            return self._stored
+
+    def end(self) -> int | None:
+        """The last offset up to which all is handled; what comes later is not heard."""
+        with self._lock:
+            self._over = True
+            return self._watermark.mark
+
+    def _on(self, outcome: Outcome, delivery: Delivery) -> None:
+        assert delivery.offset is not None
+        if isinstance(outcome, Dead):
+            self._burials.bury(
+                delivery, outcome, lambda: self._on(Done(), delivery), lambda: not self._over
+            )
+            return
+        with self._lock:
+            if self._over:
+                return
+            if isinstance(outcome, Done):
+                if not self._moved:
+                    self._since = self._clock()
+                self._moved += self._watermark.handled(delivery.offset)
+            else:
+                self._watermark.given_back(delivery.offset)
+        self._on_progress()
