@@ -30,12 +30,10 @@ matrix: lint
 	  echo "== RabbitMQ $$version"; $(PYTEST) --broker-version $$version || exit 1; \
 	done
 
+# All of them, or with ONLY="streams spark" those; benchmarks/results.md and its chart are written.
 bench: ready
-	$(RUN)python -m benchmarks.slots
-	$(RUN)python -m benchmarks.channel
-	$(RUN)python -m benchmarks.publisher
-	$(RUN)python -m benchmarks.streams
-	$(RUN)python -m benchmarks.spark
+	$(RUN)pip install --quiet --editable '.[bench]'
+	$(RUN)python -m benchmarks $(ONLY)
 
 # Mutated frames and chunks for SECONDS, beyond what `make test` tries.
 SECONDS ?= 60

@@ -11,7 +11,7 @@ from time import perf_counter
 
 import pika
 
-from benchmarks.rounds import alternate, print_ratio
+from benchmarks.rounds import Ratio, alternate, print_ratio
 from interceptors import ShardedChannel
 from sharding import Policy, Topology
 from tests.cluster import Cluster
@@ -21,15 +21,17 @@ BODY = b"x" * 100
 PUBLISHED = 10_000
 CONSUMED = 10_000
 ROUNDS = 7
+PUBLISH, RAW_PUBLISH = "`ShardedChannel` publish", "raw pika publish to the same shards"
+CONSUME, RAW_CONSUME = "`ShardedChannel` consume", "raw pika consume"
 
 
-def main() -> None:
+def main() -> list[Ratio]:
     with Cluster.start(nodes=3) as cluster:
         urls = [node.endpoint.amqp_url for node in cluster]
         with Topology(*urls, management_urls=[node.management.url for node in cluster]) as topology:
             topology.set_policy(Policy.exactly(LOGICAL, 1, name=LOGICAL))
             topology.ensure(LOGICAL)
-            Measurement(urls[0], topology).run()
+            return Measurement(urls[0], topology).run()
 
 
 class Measurement:
@@ -41,19 +43,21 @@ class Measurement:
         self._shards = [shard.name for shard in shard_map.shards]
         self._local = self._shards[0]
 
-    def run(self) -> None:
+    def run(self) -> list[Ratio]:
         speeds = alternate(
             {
-                "raw publish": lambda: self._publish(wrapped=False),
-                "wrapped publish": lambda: self._publish(wrapped=True),
-                "raw consume": lambda: self._consume(wrapped=False),
-                "wrapped consume": lambda: self._consume(wrapped=True),
+                RAW_PUBLISH: lambda: self._publish(wrapped=False),
+                PUBLISH: lambda: self._publish(wrapped=True),
+                RAW_CONSUME: lambda: self._consume(wrapped=False),
+                CONSUME: lambda: self._consume(wrapped=True),
             },
             ROUNDS,
             before=self._purge,
         )
-        print_ratio(speeds, "wrapped publish", "raw publish", 0.8)
-        print_ratio(speeds, "wrapped consume", "raw consume", 0.95)
+        return [
+            print_ratio(speeds, PUBLISH, RAW_PUBLISH, 0.8),
+            print_ratio(speeds, CONSUME, RAW_CONSUME, 0.95),
+        ]
 
     def _publish(self, wrapped: bool) -> float:
         with pika.BlockingConnection(pika.URLParameters(self._url)) as connection:

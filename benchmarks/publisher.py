@@ -26,7 +26,7 @@ from typing import Literal, cast
 import pika
 from pika import frame, spec
 
-from benchmarks.rounds import alternate, print_ratio
+from benchmarks.rounds import Ratio, alternate, print_ratio
 from interceptors.publisher import ShardedPublisher
 from sharding import Address, Node, Policy, Shard, ShardMap, ShardName
 from tests.cluster import Cluster
@@ -38,27 +38,34 @@ BODY = b"x" * 100
 MESSAGES = 30_000
 BLOCKING_MESSAGES = 2_000
 ROUNDS = 5
+PUBLISHER = "`ShardedPublisher`, all confirmed"
+STRAIGHT = "`ShardedPublisher` through the default exchange"
+BLOCKING = "pika's blocking channel with confirms"
+FRAMES = "frames encoded beforehand on bare sockets"
+STRAIGHT_FRAMES = "such frames through the default exchange"
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 
 
-def main() -> None:
+def main() -> list[Ratio]:
     with Cluster.start(nodes=3) as cluster:
-        measure(cluster)
+        return measure(cluster)
 
 
-def measure(cluster: Cluster) -> None:
+def measure(cluster: Cluster) -> list[Ratio]:
     routing = DeclaredRouting(cluster)
     ways: dict[str, Callable[[], float]] = {
-        "publisher": lambda: publisher_speed(routing, "exchange"),
-        "publisher, default exchange": lambda: publisher_speed(routing, "default"),
-        "bare frames": lambda: bare_speed(routing, by_exchange=True),
-        "bare frames, default exchange": lambda: bare_speed(routing, by_exchange=False),
-        "blocking": lambda: blocking_speed(routing),
+        PUBLISHER: lambda: publisher_speed(routing, "exchange"),
+        STRAIGHT: lambda: publisher_speed(routing, "default"),
+        FRAMES: lambda: bare_speed(routing, by_exchange=True),
+        STRAIGHT_FRAMES: lambda: bare_speed(routing, by_exchange=False),
+        BLOCKING: lambda: blocking_speed(routing),
     }
     speeds = alternate(ways, ROUNDS, before=routing.purge)
-    print_ratio(speeds, "publisher", "blocking", 8)
-    print_ratio(speeds, "publisher", "bare frames", 0.7)
-    print_ratio(speeds, "publisher, default exchange", "bare frames, default exchange", 0.7)
+    return [
+        print_ratio(speeds, PUBLISHER, BLOCKING, 8),
+        print_ratio(speeds, PUBLISHER, FRAMES, 0.7),
+        print_ratio(speeds, STRAIGHT, STRAIGHT_FRAMES, 0.7),
+    ]
 
 
 def keys(count: int) -> list[str]:

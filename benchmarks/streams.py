@@ -27,7 +27,7 @@ from typing import Any
 import rstream
 
 from benchmarks.bare_stream import BareStream, publish_frames
-from benchmarks.rounds import alternate, print_ratio
+from benchmarks.rounds import Ratio, alternate, print_ratio
 from sharding.stream import Compression, StreamArguments, StreamEnvironment
 from sharding.stream.producing.producer_options import ProducerOptions
 from sharding.stream.protocol import Broker
@@ -42,43 +42,50 @@ EQUAL = [b"x" * 100] * MESSAGES
 _SIZES = random.Random(1)
 MIXED = [b"x" * _SIZES.randrange(50, 151) for _ in range(MESSAGES)]
 SCRATCH = "published"
+MANY, ONE_BY_ONE = "`send_many`, all confirmed", "`send`, one by one, all confirmed"
+SIMPLE = "`send_many` with an entry for each message"
+ZSTD = "`send_many` with zstd"
+FRAMES = "frames encoded beforehand on a bare socket"
+RSTREAM_RAW, RSTREAM_AMQP = "rstream `send_batch`, raw bytes", "rstream `send_batch`, AMQP messages"
+RSTREAM_READ = "rstream's consumer, raw bytes"
 
 
-def main() -> None:
+def main() -> list[Ratio]:
     logging.getLogger("rstream").setLevel(logging.ERROR)
     with (
         Cluster.start(nodes=3) as cluster,
         StreamEnvironment(*(node.endpoint.stream_url for node in cluster)) as environment,
     ):
-        publishing(environment)
-        reading(environment)
+        return publishing(environment) + reading(environment)
 
 
-def publishing(environment: StreamEnvironment) -> None:
+def publishing(environment: StreamEnvironment) -> list[Ratio]:
     kept = StreamArguments(max_length_bytes=200_000_000, max_segment_bytes=50_000_000)
     environment.create_stream(SCRATCH, kept)
     leader = placed(environment, SCRATCH)[0]
     frames = publish_frames(EQUAL, BATCH)
     ways: dict[str, Callable[[], float]] = {
-        "send_many": lambda: produce(environment),
-        "send": lambda: produce(environment, one_by_one=True),
-        "pre-encoded": lambda: bare_publish(leader, frames),
-        "rstream raw": lambda: asyncio.run(rstream_publish(leader, encoded=False)),
-        "rstream AMQP": lambda: asyncio.run(rstream_publish(leader, encoded=True)),
-        "simple entries": lambda: produce(environment, sub_entry_messages=0),
-        "zstd": lambda: produce(environment, compression=Compression.ZSTD),
+        MANY: lambda: produce(environment),
+        ONE_BY_ONE: lambda: produce(environment, one_by_one=True),
+        FRAMES: lambda: bare_publish(leader, frames),
+        RSTREAM_RAW: lambda: asyncio.run(rstream_publish(leader, encoded=False)),
+        RSTREAM_AMQP: lambda: asyncio.run(rstream_publish(leader, encoded=True)),
+        SIMPLE: lambda: produce(environment, sub_entry_messages=0),
+        ZSTD: lambda: produce(environment, compression=Compression.ZSTD),
     }
     speeds = alternate(ways, ROUNDS)
-    print_ratio(speeds, "send_many", "rstream raw", 2)
-    print_ratio(speeds, "send_many", "rstream AMQP", 4)
-    # The frames hold simple entries, so what the client costs shows against those.
-    print_ratio(speeds, "simple entries", "pre-encoded", 0.85)
-    print_ratio(speeds, "send", "pre-encoded", 0.6)
-    print_ratio(speeds, "simple entries", "rstream raw", 0)
-    print_ratio(speeds, "zstd", "simple entries", 0)
+    return [
+        print_ratio(speeds, MANY, RSTREAM_RAW, 2),
+        print_ratio(speeds, MANY, RSTREAM_AMQP, 4),
+        # The frames hold simple entries, so what the client costs shows against those.
+        print_ratio(speeds, SIMPLE, FRAMES, 0.85),
+        print_ratio(speeds, ONE_BY_ONE, FRAMES, 0.6),
+        print_ratio(speeds, SIMPLE, RSTREAM_RAW),
+        print_ratio(speeds, ZSTD, SIMPLE),
+    ]
 
 
-def reading(environment: StreamEnvironment) -> None:
+def reading(environment: StreamEnvironment) -> list[Ratio]:
     ways: dict[str, Callable[[], float]] = {}
     for name, bodies in (("equal", EQUAL), ("mixed", MIXED)):
         environment.create_stream(name)
@@ -87,14 +94,17 @@ def reading(environment: StreamEnvironment) -> None:
             for _ in range(READ // MESSAGES):
                 producer.send_many(bodies)
             producer.flush(timeout=120).raise_for_failures()
-        ways[f"Arrow, {name} sizes"] = partial(to_arrow, environment, name)
-        ways[f"skipping, {name} sizes"] = partial(skip, replica, name)
+        ways[f"reading to Arrow, {name} sizes"] = partial(to_arrow, environment, name)
+        ways[f"reading frames and skipping them, {name} sizes"] = partial(skip, replica, name)
     replica = placed(environment, "equal")[1]
-    ways["rstream"] = lambda: asyncio.run(rstream_consume(replica, "equal"))
+    ways[RSTREAM_READ] = lambda: asyncio.run(rstream_consume(replica, "equal"))
     speeds = alternate(ways, ROUNDS)
-    print_ratio(speeds, "Arrow, equal sizes", "rstream", 5)
-    print_ratio(speeds, "Arrow, mixed sizes", "skipping, mixed sizes", 0.28)
-    print_ratio(speeds, "Arrow, equal sizes", "skipping, equal sizes", 0.45)
+    equal, skipped_equal, mixed, skipped_mixed, _ = ways
+    return [
+        print_ratio(speeds, equal, RSTREAM_READ, 5),
+        print_ratio(speeds, mixed, skipped_mixed, 0.28),
+        print_ratio(speeds, equal, skipped_equal, 0.45),
+    ]
 
 
 def placed(environment: StreamEnvironment, stream: str) -> tuple[Broker, Broker]:
