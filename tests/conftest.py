@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -52,7 +53,26 @@ def broker_version(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def cluster(broker_version: str) -> Iterator[Cluster]:
-    """Three nodes that every test may use and none may harm."""
-    with Cluster.start(version=broker_version) as running:
-        yield running
+def shared_clusters() -> Iterator[Callable[[str], Cluster]]:
+    """Three nodes of a version, started once: every test may use them and none may harm them."""
+    running: dict[str, Cluster] = {}
+    with ExitStack() as stack:
+
+        def of_version(version: str) -> Cluster:
+            if version not in running:
+                running[version] = stack.enter_context(Cluster.start(version=version))
+            return running[version]
+
+        yield of_version
+
+
+@pytest.fixture(scope="session")
+def cluster(shared_clusters: Callable[[str], Cluster], broker_version: str) -> Cluster:
+    """Three nodes of the version that the suite runs on, shared by all."""
+    return shared_clusters(broker_version)
+
+
+@pytest.fixture(scope="module")
+def nodes(shared_clusters: Callable[[str], Cluster], any_version: str) -> Cluster:
+    """Three nodes of that version and of the oldest one in turn, shared by all."""
+    return shared_clusters(any_version)

@@ -20,15 +20,9 @@ from tests.cluster import Cluster, wait_until
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture(scope="module")
-def own(any_version: str) -> Iterator[Cluster]:
-    with Cluster.start(version=any_version) as running:
-        yield running
-
-
 @pytest.fixture
-def environment(own: Cluster) -> Iterator[StreamEnvironment]:
-    node = own.nodes[0].endpoint
+def environment(nodes: Cluster) -> Iterator[StreamEnvironment]:
+    node = nodes.nodes[0].endpoint
     with StreamEnvironment(node.stream_url, amqp_url=node.amqp_url) as opened:
         yield opened
 
@@ -37,12 +31,12 @@ def fresh() -> str:
     return f"invoices-{secrets.token_hex(3)}"
 
 
-def queue_in_broker(own: Cluster, name: str) -> dict[str, object]:
-    queue: dict[str, object] = own.nodes[1].management.get("queues", "/", name)
+def queue_in_broker(nodes: Cluster, name: str) -> dict[str, object]:
+    queue: dict[str, object] = nodes.nodes[1].management.get("queues", "/", name)
     return queue
 
 
-def test_stream_is_made_as_asked(own: Cluster, environment: StreamEnvironment) -> None:
+def test_stream_is_made_as_asked(nodes: Cluster, environment: StreamEnvironment) -> None:
     name = fresh()
     asked = StreamArguments(
         max_length_bytes=5_000_000,
@@ -51,7 +45,7 @@ def test_stream_is_made_as_asked(own: Cluster, environment: StreamEnvironment) -
         initial_cluster_size=2,
     )
     environment.create_stream(name, asked)
-    queue = queue_in_broker(own, name)
+    queue = queue_in_broker(nodes, name)
     assert queue["type"] == "stream"
     assert queue["arguments"] == asked.over_amqp()
     assert environment.exists(name)
@@ -74,12 +68,12 @@ def test_stream_that_is_there_or_is_not_is_an_error_unless_allowed(
 
 
 def test_super_stream_has_its_partitions_in_order(
-    own: Cluster, environment: StreamEnvironment
+    nodes: Cluster, environment: StreamEnvironment
 ) -> None:
     name = fresh()
     environment.create_super_stream(name, partitions=12)
     assert environment.partitions(name) == tuple(f"{name}-{n}" for n in range(12))
-    exchange = own.nodes[1].management.get("exchanges", "/", name)
+    exchange = nodes.nodes[1].management.get("exchanges", "/", name)
     assert exchange["arguments"].get("x-super-stream") is True
     with pytest.raises(StreamExists):
         environment.create_super_stream(name, partitions=12)
@@ -104,33 +98,35 @@ def test_super_stream_by_binding_keys_routes_as_the_broker_says(
     environment.delete_super_stream(name)
 
 
-def test_half_made_super_stream_is_taken_back(own: Cluster, environment: StreamEnvironment) -> None:
+def test_half_made_super_stream_is_taken_back(
+    nodes: Cluster, environment: StreamEnvironment
+) -> None:
     name = fresh()
     environment.create_stream(f"{name}-2", StreamArguments(max_length_bytes=123_456))
     with pytest.raises(Exception, match=name):  # whatever this broker says of it
         environment.create_super_stream(name, partitions=4)
     assert not environment.exists(f"{name}-0")
-    names = [exchange["name"] for exchange in own.nodes[0].management.get("exchanges", "/")]
+    names = [exchange["name"] for exchange in nodes.nodes[0].management.get("exchanges", "/")]
     assert name not in names
     environment.delete_stream(f"{name}-2")
 
 
-def test_old_broker_without_an_amqp_url_says_what_to_give(own: Cluster) -> None:
-    if not own.version.startswith("3.10"):
+def test_old_broker_without_an_amqp_url_says_what_to_give(nodes: Cluster) -> None:
+    if not nodes.version.startswith("3.10"):
         return  # newer brokers need none, which the other tests show
     with (
-        StreamEnvironment(own.nodes[0].endpoint.stream_url) as environment,
+        StreamEnvironment(nodes.nodes[0].endpoint.stream_url) as environment,
         pytest.raises(LocalError, match="amqp_url"),
     ):
         environment.create_super_stream(fresh())
 
 
 def test_stats_are_the_brokers_where_it_has_them(
-    own: Cluster, environment: StreamEnvironment
+    nodes: Cluster, environment: StreamEnvironment
 ) -> None:
     name = fresh()
     environment.create_stream(name)
-    if own.version.startswith("3.10"):
+    if nodes.version.startswith("3.10"):
         with pytest.raises(InvalidInput, match=r"3\.11"):
             environment.stats(name)
     else:

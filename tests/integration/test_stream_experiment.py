@@ -25,15 +25,6 @@ CONSUMERS, PRODUCERS, MESSAGES = 10, 2, 1_000
 
 
 @pytest.fixture(scope="module")
-def nodes(any_version: str, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    if any_version == request.config.getoption("--broker-version"):
-        yield request.getfixturevalue("cluster")
-        return
-    with Cluster.start(version=any_version) as old:
-        yield old
-
-
-@pytest.fixture(scope="module")
 def balancer(nodes: Cluster) -> Iterator[Balancer]:
     front = nodes.balancer()
     yield front

@@ -17,12 +17,8 @@ JOE = ConsumerOptions(name="joe", offset="first")
 
 
 @pytest.fixture(scope="module")
-def environment(any_version: str, request: pytest.FixtureRequest) -> Iterator[StreamEnvironment]:
-    if any_version == request.config.getoption("--broker-version"):
-        with environment_of(request.getfixturevalue("cluster")) as opened:
-            yield opened
-        return
-    with Cluster.start(version=any_version) as old, environment_of(old) as opened:
+def environment(nodes: Cluster) -> Iterator[StreamEnvironment]:
+    with environment_of(nodes) as opened:
         yield opened
 
 

@@ -19,15 +19,6 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
-def nodes(any_version: str, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    if any_version == request.config.getoption("--broker-version"):
-        yield request.getfixturevalue("cluster")
-        return
-    with Cluster.start(version=any_version) as old:
-        yield old
-
-
-@pytest.fixture(scope="module")
 def environment(nodes: Cluster) -> Iterator[StreamEnvironment]:
     with environment_of(nodes) as opened:
         yield opened
