@@ -56,7 +56,7 @@ class Foreman:
         self._releases: list[tuple[set[Ticket], OnReleased]] = []
         self._stopping = False
         self.counters: Counter[str] = Counter(
-            dict.fromkeys(("handled", "failed", "retried", "hung", "dead", "given_back"), 0)
+            dict.fromkeys(("handled", "failed", "retried", "hung", "dead", "requeued"), 0)
         )
 
     @property
@@ -96,9 +96,9 @@ class Foreman:
         rest = Job(job.tickets[done:], 0 if done else job.tries)
         if not rest.tickets or end is None:
             return settled
-        leaving = [ticket for ticket in rest.tickets if self._is_leaving(ticket)]
-        settled += [self._settle(ticket, GivenBack(), now) for ticket in leaving]
-        rest.tickets = [ticket for ticket in rest.tickets if not self._is_leaving(ticket)]
+        leaving = {ticket for ticket in rest.tickets if self._is_leaving(ticket)}
+        settled += [self._settle(t, GivenBack(), now) for t in rest.tickets if t in leaving]
+        rest.tickets = [ticket for ticket in rest.tickets if ticket not in leaving]
         return settled + (self._after_failure(rest, end, now) if rest.tickets else [])
 
     def release(self, shard: str, on_released: OnReleased) -> tuple[list[Settled], bool]:
@@ -176,11 +176,11 @@ class Foreman:
             running.discard(ticket)
         self._lanes.free(ticket, now)
         if isinstance(outcome, GivenBack):
-            self.counters["given_back"] += 1
+            self.counters["requeued"] += 1
         return ticket, outcome
 
     def _give_back(self, ticket: Ticket) -> Settled:
         """For what the lanes have dropped already."""
         self._in_hand -= 1
-        self.counters["given_back"] += 1
+        self.counters["requeued"] += 1
         return ticket, GivenBack()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from sharding.counting import Subject
 from sharding.errors import InvalidInput, WarrenError
 from sharding.groups.connections import Dialer
 from sharding.groups.membership import exchange_of
@@ -53,13 +54,14 @@ class ConsumerGroup:
         if not callable(handler):
             raise InvalidInput("handler", "must be callable", handler)
         self._topology = topology
-        self._logical = logical
+        self.logical = logical
         self._handler = handler
         self.options = options or GroupOptions()
         self.options.dead_letters_of(logical)
         exchange_of(logical)
         self._maps = Maps(topology, logical)
         self.worker = new_worker_id()
+        self.counted_as = Subject("group", {"logical": logical, "group": logical})
         self._workshop: Workshop | None = None
         self._steward: Steward | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -77,7 +79,7 @@ class ConsumerGroup:
         self.stop()
 
     def __repr__(self) -> str:
-        return f"<ConsumerGroup {self._logical!r}, worker {self.worker}, {len(self.shards)} shards>"
+        return f"<ConsumerGroup {self.logical!r}, worker {self.worker}, {len(self.shards)} shards>"
 
     @property
     def shards(self) -> frozenset[str]:
@@ -86,10 +88,10 @@ class ConsumerGroup:
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """What happened since the start, and what is so now (`in_hand`, `running`, `shards`)."""
+        """What happened since the start, and what is so now (`in_hand`, `running`, `lost_threads`)."""
         if self._workshop is None or self._steward is None:
             return {}
-        return {**self._workshop.counters, **self._steward.counters, "shards": len(self.shards)}
+        return {**self._workshop.counters, **self._steward.counters}
 
     def start(self) -> None:
         """Begin to work, in threads of its own."""
@@ -149,7 +151,7 @@ class ConsumerGroup:
         except BaseException as error:
             self._failure = error
             if not isinstance(error, WarrenError):
-                logger.exception("the worker of %s has ended", self._logical)
+                logger.exception("the worker of %s has ended", self.logical)
         finally:
             started.set()
             self._stop_request.ask()
