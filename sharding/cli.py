@@ -14,7 +14,8 @@ from sharding.errors import WarrenError
 def main() -> None:
     """Run the command; an error of ours is one line on stderr and exit code 1."""
     try:
-        import sharding.cluster_commands  # noqa: F401 - adds its commands to the app
+        import sharding.cluster_commands
+        import sharding.doctor_command  # noqa: F401 - they add their commands to the app
         from sharding.commands import app
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in {"rich", "typer"}:

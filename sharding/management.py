@@ -13,13 +13,17 @@ from typing import Any
 
 from sharding.errors import RemoteError
 
+_LONGEST_REASON = 4_096
+
 
 class NoAnswer(RemoteError, ConnectionError):
-    """The API did not answer, or refused; `status` is the HTTP status where there was one."""
+    """The API did not answer, or refused; `status` is the HTTP status where there was one, and
+    `reason` what the broker said to it."""
 
-    def __init__(self, text: str, status: int | None = None) -> None:
+    def __init__(self, text: str, status: int | None = None, reason: str = "") -> None:
         super().__init__(text)
         self.status = status
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,19 @@ class Management:
             return json.loads(content) if content else None
         except urllib.error.HTTPError as error:
             with error:
-                what = f"{method} {self.url}/api/{quoted}: {error.code} {error.reason}"
-                raise NoAnswer(what, error.code) from None
+                reason = _reason(error.read(_LONGEST_REASON)) or str(error.reason)
+                what = f"{method} {self.url}/api/{quoted}: {error.code} {reason}"
+                raise NoAnswer(what, error.code, reason) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise NoAnswer(f"{method} {self.url}/api/{quoted}: {error}") from None
 
     def _authorization(self) -> str:
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
+
+
+def _reason(body: bytes) -> str:
+    """What the broker says of a refusal: `{"error": …, "reason": …}`, unless it is no broker."""
+    try:
+        return " ".join(str(json.loads(body)["reason"]).split())
+    except (ValueError, KeyError, TypeError):
+        return ""

@@ -43,7 +43,7 @@ def dial(
 
 def _connected(address: Broker, deadline: float) -> socket.socket:
     """Tries every address of the name; one that hangs leaves the others their share of time."""
-    candidates = _resolved(address, deadline)
+    candidates = resolved(address, deadline)
     failures: list[str] = []
     for left, (family, where) in zip(range(len(candidates), 0, -1), candidates, strict=True):
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -58,7 +58,7 @@ def _connected(address: Broker, deadline: float) -> socket.socket:
     raise Unreachable(f"no connection to {address}: {'; '.join(failures)}")
 
 
-def _resolved(address: Broker, deadline: float) -> list[_Address]:
+def resolved(address: Broker, deadline: float) -> list[_Address]:
     """The addresses of a name. The system's resolver takes no deadline, so a thread asks it."""
     answers: queue.SimpleQueue[list[_Address] | OSError | UnicodeError] = queue.SimpleQueue()
 

@@ -1,0 +1,199 @@
+"""Climbs the ladder of `reaching` at one place: all the I/O of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pika
+import pika.exceptions
+
+from sharding.amqp import REPLY_TO, node_token
+from sharding.doctor.places import Place, Protocol
+from sharding.doctor.reaching import Reached, Step
+from sharding.errors import Unreachable, WarrenError
+from sharding.management import NoAnswer
+from sharding.stream.errors import (
+    AccessRefused,
+    AuthenticationFailed,
+    ConnectionLost,
+    PeerNotTrusted,
+)
+from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
+from sharding.stream.network.dialing import dial, resolved
+from sharding.stream.network.transport import Transport
+
+_HELLO = b"AMQP\x00\x00\x09\x01"
+_TLS_ALERT = b"\x15\x03"
+_LOGIN_REFUSED, _VHOST_REFUSED = 403, 530
+
+
+def probe(place: Place, timeout: float) -> Reached:
+    """How far this place lets us in, within about `timeout` for each step."""
+    try:
+        resolved(place.address, time.monotonic() + timeout)
+    except Unreachable as error:
+        return Reached(place, Step.NAME, str(error))
+    try:
+        transport = dial(place.address, time.monotonic() + timeout, None, None)
+        if place.tls is not None:
+            transport.close()
+    except Unreachable as error:
+        return Reached(place, Step.PORT, str(error))
+    try:
+        if place.tls is not None:
+            transport = dial(place.address, time.monotonic() + timeout, place.tls, None)
+    except (PeerNotTrusted, Unreachable) as error:
+        return Reached(place, Step.TLS, str(error))
+    try:
+        stranger = _stranger(transport, timeout) if place.protocol is Protocol.AMQP else None
+    except ConnectionLost as error:
+        stranger = str(error)
+    finally:
+        transport.close()
+    if stranger is not None:
+        return Reached(place, Step.PROTOCOL, stranger)
+    return _PROBES[place.protocol](place, timeout)
+
+
+def _stranger(transport: Transport, timeout: float) -> str | None:
+    """What answers an AMQP greeting, if it is no AMQP broker."""
+    deadline = time.monotonic() + timeout
+    transport.send([_HELLO])
+    buffer = bytearray(8)
+    while (count := transport.receive_into(memoryview(buffer))) is None:
+        left = deadline - time.monotonic()
+        if left <= 0 or not transport.wait(left, to_receive=True):
+            return f"no answer to AMQP's greeting within {timeout:g} s"
+    answer = bytes(buffer[:count])
+    if answer.startswith(b"\x01"):
+        return None
+    if answer.startswith(_TLS_ALERT):
+        return "the port speaks TLS, and the URL does not"
+    if not answer:
+        return "the connection was ended at AMQP's greeting"
+    return f"an answer that is not AMQP 0-9-1's: {answer!r}"
+
+
+# AMQP
+
+
+def open_amqp(place: Place, timeout: float) -> pika.BlockingConnection:
+    given = place.amqp
+    parameters = pika.ConnectionParameters(
+        host=given.host,
+        port=given.port,
+        virtual_host=given.virtual_host,
+        credentials=given.credentials,
+        ssl_options=given.ssl_options,
+        socket_timeout=timeout,
+        stack_timeout=timeout,
+        blocked_connection_timeout=timeout,
+        heartbeat=10,
+        connection_attempts=1,
+        client_properties={"connection_name": "warren doctor"},
+    )
+    return pika.BlockingConnection(parameters)
+
+
+def _probe_amqp(place: Place, timeout: float) -> Reached:
+    try:
+        connection = open_amqp(place, timeout)
+    except pika.exceptions.AMQPError as error:
+        code, text = _why(error)
+        if code == _LOGIN_REFUSED or isinstance(error, pika.exceptions.ProbableAuthenticationError):
+            return Reached(place, Step.LOGIN, text)
+        if code == _VHOST_REFUSED or isinstance(error, pika.exceptions.ProbableAccessDeniedError):
+            return Reached(place, Step.VHOST, text)
+        return Reached(place, Step.PROTOCOL, text)
+    insides: Any = connection
+    said = insides._impl.server_properties or {}
+    try:
+        token = _token(connection)
+    except pika.exceptions.AMQPError:  # nothing may be published: permissions are another check
+        token = ""
+    finally:
+        if connection.is_open:
+            connection.close()
+    product, version = str(said.get("product", "")), str(said.get("version", ""))
+    return Reached(place, product=product, version=version, node=token)
+
+
+def _token(connection: pika.BlockingConnection) -> str:
+    """What tells the connected node from others, without any right to the management API."""
+    channel = connection.channel()
+    insides: Any = channel
+    returned: list[str | None] = []
+    insides._impl.add_on_return_callback(
+        lambda _, __, properties, ___: returned.append(properties.reply_to)
+    )
+    channel.basic_consume(REPLY_TO, lambda *_: None, auto_ack=True)
+    properties = pika.BasicProperties(reply_to=REPLY_TO)
+    channel.basic_publish("", "warren.nobody", b"", properties, mandatory=True)
+    channel.close()
+    return node_token(returned[0]) if returned and returned[0] else ""
+
+
+def _why(error: BaseException) -> tuple[int | None, str]:
+    """The broker's code and words; pika wraps them several times."""
+    while error.args and isinstance(error.args[0], BaseException):
+        error = error.args[0]
+    code = getattr(error, "reply_code", None)
+    text = getattr(error, "reply_text", None) or " ".join(str(error).split())
+    return code, text or type(error).__name__
+
+
+# Streams
+
+
+def open_stream(place: Place, timeout: float) -> StreamClient:
+    uri = place.stream
+    return connect(
+        place.address,
+        ConnectOptions(
+            login=Login(uri.user, uri.password, "PLAIN", uri.vhost),
+            tls=place.tls,
+            connect_timeout=timeout,
+            request_timeout=timeout,
+            connection_name="warren doctor",
+        ),
+    )
+
+
+def _probe_stream(place: Place, timeout: float) -> Reached:
+    try:
+        client = open_stream(place, timeout)
+    except AuthenticationFailed as error:
+        return Reached(place, Step.LOGIN, str(error))
+    except AccessRefused as error:
+        return Reached(place, Step.VHOST, str(error))
+    except WarrenError as error:
+        return Reached(place, Step.PROTOCOL, str(error))
+    try:
+        version = ".".join(map(str, client.server_version))
+        return Reached(place, version=version, node=str(client.node))
+    finally:
+        client.close(timeout)
+
+
+# Management
+
+
+def _probe_management(place: Place, timeout: float) -> Reached:
+    try:
+        overview = place.management.get("overview", timeout=timeout)
+        # Users without the tag monitoring are not told the node.
+        version, node = str(overview["rabbitmq_version"]), str(overview.get("node", ""))
+    except NoAnswer as error:
+        step = Step.LOGIN if error.status in (401, 403) else Step.PROTOCOL
+        return Reached(place, step, error.reason or str(error))
+    except (AttributeError, KeyError, TypeError):
+        return Reached(place, Step.PROTOCOL, "an answer that is not RabbitMQ's")
+    return Reached(place, version=version, node=node)
+
+
+_PROBES = {
+    Protocol.AMQP: _probe_amqp,
+    Protocol.STREAMS: _probe_stream,
+    Protocol.MANAGEMENT: _probe_management,
+}

@@ -1,0 +1,256 @@
+"""`warren doctor` finds what is wrong with a real cluster, says what mends it, and no secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from sharding.doctor import Finding, Verdict, examine, places_from
+from tests.certificates import Authority, server_context
+from tests.cluster import Cluster, Node, wait_until
+from tests.fake_amqp import FakeAmqp
+from tests.fake_broker import FakeBroker
+from tests.machine import PROJECT
+
+SECRET = "c4nary"
+
+
+def findings(
+    amqp: Sequence[str] = (), management: Sequence[str] = (), streams: Sequence[str] = ()
+) -> list[Finding]:
+    found = examine(places_from(amqp, management, streams), timeout=5)
+    assert SECRET not in json.dumps([finding.to_json() for finding in found])
+    return found
+
+
+def problems(found: Sequence[Finding]) -> dict[str, Finding]:
+    """By check, each with the sentence that mends it."""
+    wrong = [finding for finding in found if finding.verdict is Verdict.PROBLEM]
+    assert all(finding.fix.endswith((".", ".'", "now.")) for finding in wrong)
+    return {finding.check: finding for finding in wrong}
+
+
+def all_of(node: Node) -> list[Finding]:
+    endpoint = node.endpoint
+    return findings([endpoint.amqp_url], [endpoint.management.url], [endpoint.stream_url])
+
+
+def names_left(node: Node) -> list[str]:
+    kinds = ("queues", "exchanges")
+    things = [thing["name"] for kind in kinds for thing in node.management.get(kind, "/")]
+    return [name for name in things if name.startswith("warren.doctor")]
+
+
+@pytest.fixture
+def limited(cluster: Cluster) -> Iterator[tuple[str, Node]]:
+    """A user without any right, and the node to log in at."""
+    node, user = cluster.nodes[0], f"limited-{secrets.token_hex(3)}"
+    node.management.call("PUT", "users", user, body={"password": SECRET, "tags": ""})
+    yield user, node
+    node.management.call("DELETE", "users", user)
+
+
+def as_user(url: str, user: str) -> str:
+    return url.replace("guest:guest", f"{user}:{SECRET}")
+
+
+@pytest.mark.cluster
+def test_whole_cluster_has_no_problem_and_nothing_is_left_in_it(cluster: Cluster) -> None:
+    found = all_of(cluster.nodes[0])
+    assert problems(found) == {}
+    assert {"address", "version", "nodes", "streams", "reach", "balancer", "permissions"} < {
+        finding.check for finding in found
+    }
+    reached = [finding for finding in found if finding.check == "reach"]
+    assert len(reached) == 2 * len(cluster.nodes)
+    assert names_left(cluster.nodes[0]) == []
+
+
+@pytest.mark.cluster
+def test_command_says_it_in_words_and_by_its_exit_code(cluster: Cluster) -> None:
+    endpoint = cluster.nodes[0].endpoint
+    words = [sys.executable, "-m", "sharding.cli", "doctor"]
+    environment = os.environ | {
+        "WARREN_URL": endpoint.amqp_url,
+        "WARREN_MANAGEMENT_URL": endpoint.management.url,
+        "WARREN_STREAM_URL": endpoint.stream_url,
+    }
+    done = subprocess.run(
+        words, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, "0 problems" in done.stdout) == (0, True), done.stdout + done.stderr
+    environment["WARREN_URL"] = endpoint.amqp_url.replace("guest:guest", f"guest:{SECRET}")
+    done = subprocess.run(
+        [*words, "--json"], cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert SECRET not in done.stdout + done.stderr
+    assert "login" in {finding["check"] for finding in json.loads(done.stdout)}
+
+
+@pytest.mark.cluster
+def test_wrong_port_is_found(cluster: Cluster) -> None:
+    endpoint = cluster.nodes[0].endpoint
+    closed, wrong = f"{endpoint.address}:9", f"{endpoint.address}:{endpoint.ports['management']}"
+    found = findings(
+        [f"amqp://guest:{SECRET}@{closed}/", f"amqp://guest:{SECRET}@{wrong}/"],
+        [f"http://guest:{SECRET}@{closed}"],
+        [
+            f"rabbitmq-stream://guest:{SECRET}@{closed}",
+            endpoint.stream_url.replace(str(endpoint.ports["stream"]), str(endpoint.ports["amqp"])),
+        ],
+    )
+    assert [finding.check for finding in found[:5]] == [
+        "port", "protocol", "port", "port", "protocol",
+    ]  # fmt: skip
+    assert "5672" in found[0].fix
+    assert "rabbitmq_stream" in found[3].fix
+
+
+@pytest.mark.cluster
+def test_wrong_password_is_found_by_every_protocol(cluster: Cluster) -> None:
+    endpoint = cluster.nodes[0].endpoint
+    management = endpoint.management.url.replace("://", f"://guest:{SECRET}@")
+    found = findings(
+        [as_user(endpoint.amqp_url, "guest")],
+        [management],
+        [as_user(endpoint.stream_url, "guest")],
+    )
+    assert [finding.check for finding in found] == ["login"] * 3
+    assert all("password" in finding.fix for finding in found)
+
+
+@pytest.mark.cluster
+def test_virtual_host_that_is_not_there_is_found(cluster: Cluster) -> None:
+    endpoint = cluster.nodes[0].endpoint
+    found = findings([f"{endpoint.amqp_url}nowhere"], [], [f"{endpoint.stream_url}nowhere"])
+    assert list(problems(found)) == ["virtual host"]
+    assert sum(finding.verdict is Verdict.PROBLEM for finding in found) == 2
+
+
+def test_name_that_does_not_resolve_is_found() -> None:
+    found = findings(
+        [f"amqp://guest:{SECRET}@nowhere.invalid/"],
+        ["http://nowhere.invalid:15672"],
+        ["rabbitmq-stream://nowhere.invalid"],
+    )
+    assert [finding.check for finding in found if finding.verdict is Verdict.PROBLEM] == [
+        "name"
+    ] * 3
+
+
+@pytest.mark.cluster
+def test_balancer_that_leads_to_one_node_only_is_found(cluster: Cluster) -> None:
+    narrow, wide = cluster.balancer(cluster.nodes[:1]), cluster.balancer()
+    management = [cluster.nodes[0].management.url]
+    try:
+        found = findings([narrow.endpoint.amqp_url], management, [narrow.endpoint.stream_url])
+        wrong = [finding for finding in found if finding.check == "balancer"]
+        assert [finding.verdict for finding in wrong] == [Verdict.PROBLEM] * 2
+        assert all("led to 1 of 3 nodes" in finding.found for finding in wrong)
+        assert "backends" in wrong[0].fix
+
+        found = findings([wide.endpoint.amqp_url], management, [wide.endpoint.stream_url])
+        right = [finding for finding in found if finding.check == "balancer"]
+        assert [finding.verdict for finding in right] == [Verdict.OK] * 2
+        assert all("led to 3 nodes" in finding.found for finding in right)
+    finally:
+        narrow.stop()
+        wide.stop()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("missing", ["configure", "write", "read"])
+def test_missing_permission_is_found(limited: tuple[str, Node], missing: str) -> None:
+    user, node = limited
+    rights = {right: "" if right == missing else ".*" for right in ("configure", "write", "read")}
+    node.management.call("PUT", "permissions", "/", user, body=rights)
+    endpoint = node.endpoint
+    found = findings([as_user(endpoint.amqp_url, user)], [], [as_user(endpoint.stream_url, user)])
+    wrong = [finding for finding in found if finding.verdict is Verdict.PROBLEM]
+    assert {finding.check for finding in wrong} == {"permissions"}
+    assert [finding.wanted.partition(",")[0] for finding in wrong] == [missing] * 2
+    assert user in wrong[0].fix
+    assert names_left(node) == []
+
+
+@pytest.mark.cluster
+def test_missing_tag_is_found(limited: tuple[str, Node]) -> None:
+    user, node = limited
+    everything = {"configure": ".*", "write": ".*", "read": ".*"}
+    node.management.call("PUT", "permissions", "/", user, body=everything)
+    url = as_user(node.endpoint.amqp_url, user)
+    found = findings([url], [node.management.url])
+    assert "set_user_tags" in problems(found)["login"].fix
+    node.management.call("PUT", "users", user, body={"password": SECRET, "tags": "management"})
+    found = findings([url], [node.management.url])
+    assert "monitoring" in problems(found)["permissions"].fix
+
+
+def test_broker_that_is_too_old_is_found() -> None:
+    with FakeAmqp("3.9.29") as old:
+        found = findings([old.url])
+    assert "3.10" in problems(found)["version"].wanted
+    assert problems(found)["version"].found == "3.9.29"
+
+
+def test_silent_peer_is_given_up_in_time() -> None:
+    with FakeBroker() as silent:
+        began = time.monotonic()
+        host, port = silent.address
+        found = examine(places_from([f"amqp://guest:{SECRET}@{host}:{port}"], [], []), timeout=0.5)
+        assert time.monotonic() - began < 5
+    assert found[0].check == "protocol"
+    assert "within 0.5 s" in found[0].found
+
+
+def test_certificate_that_is_not_trusted_is_found(tmp_path: Path) -> None:
+    context = server_context(Authority(tmp_path).sign("server", "IP:127.0.0.1"))
+    with FakeBroker(context) as broker:
+        host, port = broker.address
+        found = findings([], [], [f"rabbitmq-stream+tls://guest:{SECRET}@{host}:{port}"])
+    assert "SSL_CERT_FILE" in problems(found)["TLS"].fix
+
+
+@pytest.fixture(scope="module")
+def lonely(broker_version: str) -> Iterator[Node]:
+    """A node that advertises a name which nobody knows."""
+    config = "stream.advertised_host = nowhere.invalid"
+    with Cluster.start(nodes=1, version=broker_version, config=config) as running:
+        yield running.nodes[0]
+
+
+@pytest.mark.cluster
+def test_advertised_name_that_does_not_resolve_is_found(lonely: Node) -> None:
+    found = problems(all_of(lonely))
+    assert "nowhere.invalid" in found["reach"].subject
+    assert "not resolved" in found["reach"].found
+    assert "stream.advertised_host" in found["reach"].fix
+
+
+@pytest.mark.cluster
+def test_streams_that_are_not_enabled_are_found(lonely: Node) -> None:
+    # As `rabbitmq-plugins disable` does it: the file, and then the node is told.
+    lonely.driver.ctl(
+        "eval",
+        "File = rabbit_plugins:enabled_plugins_file(),"
+        ' ok = file:write_file(File, <<"[rabbitmq_management].">>), rabbit_plugins:ensure(File).',
+    )
+    wait_until(
+        lambda: all(
+            listener["protocol"] != "stream"
+            for listener in lonely.management.get("overview")["listeners"]
+        ),
+        30,
+    )
+    found = problems(all_of(lonely))
+    assert "rabbitmq-plugins enable rabbitmq_stream" in found["streams"].fix
+    assert "rabbitmq-plugins enable rabbitmq_stream" in found["port"].fix
