@@ -29,12 +29,9 @@ class FoundShards:
     durable: bool
 
     def policy(self) -> Policy:
-        """The policy that would have made them."""
+        """The policy that would have made them, under the name that `warren policy set` uses."""
         return Policy.exactly(
-            self.logical,
-            self.shards_per_node,
-            name=f"adopted {self.logical}",
-            durable=self.durable,
+            self.logical, self.shards_per_node, name=self.logical, durable=self.durable
         )
 
 

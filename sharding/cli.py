@@ -14,6 +14,7 @@ from sharding.errors import WarrenError
 def main() -> None:
     """Run the command; an error of ours is one line on stderr and exit code 1."""
     try:
+        import sharding.adopt_command
         import sharding.cluster_commands
         import sharding.doctor_command  # noqa: F401 - they add their commands to the app
         from sharding.commands import app

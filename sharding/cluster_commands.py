@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from sharding.adopt import FoundShards
 from sharding.commands import AsJson, app, print_table, printable
 from sharding.errors import InvalidInput, WarrenError
 from sharding.manager import Ensured
@@ -48,6 +48,8 @@ LOCAL_BROKER = ["amqp://guest:guest@localhost:5672/"]
 
 @contextmanager
 def connected(urls: list[str], management: list[str]) -> Iterator[Topology]:
+    # What the manager notes is in the report; without a handler logging would print it as well.
+    logging.getLogger("warren.manager").addHandler(logging.NullHandler())
     with Topology(*urls, management_urls=management) as topology:
         yield topology
 
@@ -89,6 +91,12 @@ def set_policy(
         names |= {name for name in topology.state.maps if policy.matches(name)}
         for name in sorted(names):
             report(topology.ensure(name))
+            in_force = topology.policy_for(name)
+            if in_force is not None and in_force != policy:
+                typer.echo(
+                    f"  the policy {printable(in_force.name)} outranks this one; to change that, "
+                    f"give --priority {in_force.priority + 1}, or clear it"
+                )
 
 
 @policies.command("list")
@@ -187,60 +195,6 @@ def topology(
         return
     typer.echo(f"{printable(logical)}: epoch {shard_map.epoch}, exchange {shard_map.exchange}")
     print_table(("shard", "node", "state", "messages", "consumers", "slots"), rows)
-
-
-@app.command()
-def adopt(
-    logical: Logical,
-    drain: Annotated[
-        bool, typer.Option("--drain", help="First wait until the plugin's shards are empty.")
-    ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Take them over although they hold messages.")
-    ] = False,
-    timeout: Annotated[float, typer.Option(help="How long --drain may wait, in seconds.")] = 3600,
-    url: Urls = LOCAL_BROKER,
-    management: ManagementUrls = [],  # noqa: B006
-) -> None:
-    """Take over the queues that the sharding plugin made, with their names and messages."""
-    if not management:
-        raise InvalidInput("--management", "must be given: the plugin's queues are found there", "")
-    with connected(url, management) as plane:
-        found = plane.find_shards(logical)
-        typer.echo(_what_changes(found))
-        if found.messages and drain:
-            found = _drained(plane, logical, timeout)
-        elif found.messages and not yes:
-            raise InvalidInput(
-                "messages",
-                "must be drained (--drain) or accepted where they are (--yes)",
-                found.messages,
-            )
-        report(plane.adopt(found))
-        typer.echo(
-            "The plugin's exchange is untouched. When no client publishes to it any more, delete "
-            f"it and its policy and run: warren shards ensure {printable(logical)}"
-        )
-
-
-def _what_changes(found: FoundShards) -> str:
-    return (
-        f"{len(found.shards)} shards of {printable(found.logical)}, {found.messages} messages.\n"
-        "Names and messages stay. Keys change: the plugin takes phash2 of the routing key modulo "
-        "the number of queues, Warren murmur3 over slots, so a key's new messages go to another "
-        "shard than those already queued. Where order per key matters, stop publishing and drain "
-        "first."
-    )
-
-
-def _drained(plane: Topology, logical: str, timeout: float) -> FoundShards:
-    deadline = time.monotonic() + timeout
-    while (found := plane.find_shards(logical)).messages:
-        if time.monotonic() > deadline:
-            raise InvalidInput("messages", f"must be gone within {timeout:g} s", found.messages)
-        typer.echo(f"waiting for {found.messages} messages to be consumed", err=True)
-        time.sleep(1)
-    return found
 
 
 def report(ensured: Ensured, before: Any = None) -> None:
