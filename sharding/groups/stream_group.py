@@ -3,42 +3,52 @@
     with StreamConsumerGroup(environment, "invoices", handle, group="billing") as group:
         group.run()                # until stop(), or SIGTERM or SIGINT in the main thread
 
-Any number of groups may read a stream, each with offsets of its own; the workers of a group, in any
-processes, are told apart from those of others by the group's name alone. Every worker is in line
-for every partition. The broker lets one of them read it at a time (its single active consumer,
-RabbitMQ 3.11 and later) and deals the partitions out evenly; of a plain stream one worker reads and
-the others wait. See `stream_partition` for how a partition changes hands, `stream_door` for how the
-dealing is kept even.
+Two threads besides those of the parts: one looks what this worker should hold (`stream_steward`),
+one asks now and then which partitions there are.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import Callable, Mapping
 
-from sharding.errors import InvalidInput, LocalError
+from sharding.counting import Subject
+from sharding.errors import InvalidInput
 from sharding.groups.options import GroupOptions
+from sharding.groups.queue_group import new_worker_id
 from sharding.groups.running import StopRequest, stopping_on_signals
 from sharding.groups.stream_counts import Counts
 from sharding.groups.stream_dead_letters import DeadLetters
-from sharding.groups.stream_door import MAX_GROUP_BYTES
-from sharding.groups.stream_lines import Lines
+from sharding.groups.stream_members import StreamMembers, members_stream
 from sharding.groups.stream_options import for_streams
 from sharding.groups.stream_partition import Shared, passes
+from sharding.groups.stream_steward import StreamSteward
 from sharding.groups.workshop import Handler, Workshop
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.errors import NotSupported, StreamNotFound
-from sharding.stream.network.access import Access
 
 logger = logging.getLogger("warren.groups")
 
+FIRST_VERSION = (3, 11)
+LOOK_INTERVAL = 0.25
+_LEAVE_TIMEOUT = 3.0
 _COUNTED = ("taken", "released", "lost", "late_handovers", "losses", "stores", "dead_lettered")
 
 
 class StreamConsumerGroup:
-    """One worker of the group. `handler` gets a `Delivery`, or a list of them in batches."""
+    """Any number of these with one `group` name, in any processes, read one stream together.
+
+    Each partition is read by one of them at a time; loads differ by at most one partition; those of
+    a worker that dies go to the others. Of a plain stream one worker reads, the others wait.
+    `handler` gets one `Delivery` at a time, or with `batch_size` above 1 a list; the group's offset
+    passes a message when it returns, and it is tried again when it raises.
+
+    A stream may have any number of groups: each has offsets of its own and sees every message. The
+    members of a group have to be workers of Warren. Needs RabbitMQ 3.11 or later.
+
+    It works from `with` (or `start()`) on; `run()` waits until it is stopped.
+    """
 
     def __init__(
         self,
@@ -49,171 +59,195 @@ class StreamConsumerGroup:
         group: str,
         options: GroupOptions | None = None,
     ) -> None:
-        if not 0 < len(group.encode()) <= MAX_GROUP_BYTES:
-            raise InvalidInput("group", f"must have 1 to {MAX_GROUP_BYTES} bytes", group)
+        if not callable(handler):
+            raise InvalidInput("handler", "must be callable", handler)
         self.stream = stream
         self.group = group
+        self.worker = new_worker_id()
         self.options = for_streams(options)
-        self.failure: Exception | None = None
-        """Why the worker stopped, if nobody asked for it."""
+        self._reading = self.options.reading(group)
+        self.options.dead_letters_of(stream)
+        members_stream(stream)
+        self.counted_as = Subject("group", {"logical": stream, "group": group})
         self._environment = environment
         self._handler = handler
         self._counts = Counts(_COUNTED)
+        self._parts: _Parts | None = None
+        self._streams: tuple[str, ...] = ()
+        self._is_super_stream = True
+        self._failure: Exception | None = None
         self._request = StopRequest()
-        self._stopping = threading.Event()
-        self._wanted = threading.Condition()
-        self._news = False
-        self._lock = threading.Lock()
-        self._access: Access
-        self._super_stream: str | None = None
-        self._lines: Lines | None = None
-        self._workshop: Workshop | None = None
-        self._burials: DeadLetters | None = None
-        self._follower = threading.Thread(target=self._follow, name="warren-group", daemon=True)
-
-    def __repr__(self) -> str:
-        return f"<StreamConsumerGroup {self.group!r} of {self.stream}: {len(self.shards)} active>"
-
-    @property
-    def shards(self) -> tuple[str, ...]:
-        """The partitions that this worker reads now."""
-        return self._lines.active if self._lines is not None else ()
-
-    @property
-    def counters(self) -> Mapping[str, float]:
-        """How many messages ended in which way, and how often partitions came and went."""
-        made = self._workshop.counters if self._workshop is not None else {}
-        lines = len(self._lines) if self._lines is not None else 0
-        return {**made, **self._counts.all(), "lines": lines}
-
-    def start(self) -> None:
-        """Get in line for every partition; raises what stands in the way. Done once."""
-        with self._lock:
-            if self._workshop is not None:
-                return
-            if self._stopping.is_set():
-                raise LocalError("a consumer group that was stopped can't be started again")
-            try:
-                self._begin()
-            except NotSupported as error:
-                self._end(0)
-                raise NotSupported(f"consumer groups over streams can't work: {error}") from None
-            except BaseException:
-                self._end(0)
-                raise
-            self._follower.start()
-
-    def run(self) -> None:
-        """Work until `stop` is called, or a signal comes; raises what the worker stopped for."""
-        self.start()
-        with stopping_on_signals(self._request.ask):
-            self._request.wait()
-        self.stop()
-        if self.failure is not None:
-            raise self.failure
-
-    def stop(self, timeout: float | None = None) -> None:
-        """Finish what is in hand, within `timeout` (`stop_timeout`), and hand over the rest."""
-        self._stopping.set()
-        self._request.ask()
-        self._on_change()
-        with self._lock:
-            if self._follower.is_alive() and self._follower is not threading.current_thread():
-                self._follower.join()
-            self._end(self.options.stop_timeout if timeout is None else timeout)
-
-    close = stop
+        self._ending = threading.Lock()
+        self._news = threading.Condition()
+        self._look_again = False
+        self._closed = False
 
     def __enter__(self) -> StreamConsumerGroup:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _begin(self) -> None:
-        self._access = self._environment.lend(self)
-        self._workshop = Workshop(self._handler, self.options, on_failure=self._on_failure)
-        dead = self.options.dead_letters_of(self.stream)
-        self._burials = DeadLetters(self._environment, dead, self.group, self._counts)
-        self._super_stream = self._find_super_stream()
-        shared = Shared(
-            self._access,
-            self.options,
-            self.options.reading(self.group),
-            self._super_stream,
-            self._workshop,
-            self._burials,
-            self._counts,
-            self._on_change,
-        )
-        self._lines = Lines(shared, self.group)
-        self._lines.follow(self._streams())
+    def __repr__(self) -> str:
+        about = f"{self.group!r} of {self.stream!r}, worker {self.worker}"
+        return f"<StreamConsumerGroup {about}, {len(self.shards)} shards>"
 
-    def _end(self, timeout: float) -> None:
-        """In this order: what hands over needs handlers to end and letters to be stored."""
-        deadline = self._access.clock() + timeout
-        if self._lines is not None:
-            self._lines.leave_all(deadline)
-        if self._workshop is not None:
-            self._workshop.stop(0)
-        if self._burials is not None:
-            self._burials.close(1)
+    @property
+    def shards(self) -> frozenset[str]:
+        """The partitions this worker reads now."""
+        return self._parts.steward.held() if self._parts is not None else frozenset()
 
-    def _find_super_stream(self) -> str | None:
-        routes, timeout = self._access.routes, self.options.answer_timeout
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """What happened since the start, and what is so now (`in_hand`, `running`, …)."""
+        if self._parts is None:
+            return {}
+        return {**self._parts.workshop.counters, **self._counts.all()}
+
+    def start(self) -> None:
+        """Begin to work, in threads of its own; raises what stands in the way."""
+        if self._parts is not None or self._closed:
+            raise InvalidInput("start", "may be called once", self)
+        version = self._environment.server_version
+        if version < FIRST_VERSION:
+            found = ".".join(map(str, version))
+            raise NotSupported(
+                f"consumer groups over streams need RabbitMQ 3.11 or later, not {found}: older "
+                "brokers know no single active consumer"
+            )
+        self._find_partitions()
+        self._parts = parts = _Parts(self)
         try:
-            routes.partitions(self.stream, timeout)
-        except StreamNotFound:
-            routes.route(self.stream, timeout)  # raises if there is no such stream either
-            return None
-        return self.stream
+            parts.members.start()
+        except BaseException:
+            self._parts = None
+            parts.end(0)
+            raise
+        for work, name in ((self._look, "warren-group"), (self._follow, "warren-partitions")):
+            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True).start()
 
-    def _streams(self) -> tuple[str, ...]:
-        """The partitions there are now, as the cluster says and not as we remember."""
-        if self._super_stream is None:
-            return (self.stream,)
-        self._access.routes.suspect(self.stream, "looked for partitions")
-        return self._access.routes.partitions(self.stream, self.options.answer_timeout)
+    def run(self) -> None:
+        """Work until `stop()`, or until SIGTERM or SIGINT in the main thread, and stop in order.
 
-    # The group's thread.
+        Raises what makes it useless to go on: too many handlers that hang, a lost permission.
+        """
+        if self._parts is None:
+            self.start()
+        assert self._parts is not None
+        with stopping_on_signals(self._request.ask):
+            self._request.wait()
+        self.stop()
+        failure = self._failure or self._parts.workshop.failure
+        if failure is not None:
+            raise failure
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Finish what is running, hand over the rest; whether it was finished within `timeout`.
+
+        A handler that is still at work then is left alone, and its message goes to another worker.
+        """
+        self._request.ask()
+        with self._ending:
+            if self._closed:
+                return True
+            self._closed = True
+            self.look_again()
+            if self._parts is None:
+                return True
+            return self._parts.end(self.options.stop_timeout if timeout is None else timeout)
+
+    close = stop
+
+    def look_again(self) -> None:
+        """Something changed: have it looked at soon."""
+        with self._news:
+            self._look_again = True
+            self._news.notify_all()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            if not self._closed:
+                logger.error("the worker stops: %s", error)
+                self._failure = self._failure or error
+                self._request.ask()
+
+    def _look(self) -> None:
+        parts = self._parts
+        assert parts is not None
+        announced = frozenset[str]()
+        while not self._closed:
+            if parts.members.settled:
+                parts.steward.look(self._streams, parts.members.others())
+            if parts.steward.held() != announced:
+                announced = parts.steward.held()
+                parts.members.announce()
+            with self._news:
+                self._news.wait_for(lambda: self._look_again, LOOK_INTERVAL)
+                self._look_again = False
 
     def _follow(self) -> None:
-        assert self._lines is not None
-        while not self._stopping.is_set():
-            try:
-                self._lines.follow(self._streams())
-            except Exception as error:
-                if not passes(error) and not isinstance(error, StreamNotFound):
-                    self._fail(error)
-                    return
-                logger.warning("%s: %s", self.stream, error)
-            with self._wanted:
-                self._wanted.wait_for(lambda: self._news, self._pause())
-                self._news = False
+        """Partitions may be added and deleted; ask the cluster, not our memory of it."""
+        while not self._closed:
+            with self._news:
+                self._news.wait_for(lambda: self._closed, self.options.follow_interval)
+            if self._is_super_stream and not self._closed:
+                try:
+                    self._find_partitions()
+                except Exception as error:
+                    if not passes(error) and not isinstance(error, StreamNotFound):
+                        raise
+                    logger.warning("%s: %s", self.stream, error)
 
-    def _pause(self) -> float:
-        again_at = self._lines.again_at if self._lines is not None else None
-        longest = self.options.follow_interval
-        if again_at is None:
-            return longest
-        return min(longest, max(0.0, again_at - self._access.clock()))
+    def _find_partitions(self) -> None:
+        routes, timeout = self._environment.lend(self).routes, self.options.answer_timeout
+        routes.suspect(self.stream, "looked for partitions")
+        try:
+            self._streams = routes.partitions(self.stream, timeout)
+        except StreamNotFound:
+            if self._streams:
+                raise
+            routes.route(self.stream, timeout)  # raises if there is no such stream either
+            self._streams, self._is_super_stream = (self.stream,), False
 
-    def _on_change(self) -> None:
-        with self._wanted:
-            self._news = True
-            self._wanted.notify_all()
 
-    def _on_failure(self) -> None:
-        assert self._workshop is not None
-        self._fail(self._workshop.failure or LocalError("the handlers' threads ended"))
+class _Parts:
+    """What a running group is made of."""
 
-    def _fail(self, error: Exception) -> None:
-        logger.error("the worker stops: %s", error)
-        self.failure = self.failure or error
-        self._request.ask()
+    def __init__(self, group: StreamConsumerGroup) -> None:
+        environment, options = group._environment, group.options
+        access = environment.lend(group)
+        self.workshop = Workshop(group._handler, options, on_failure=group._request.ask)
+        dead = options.dead_letters_of(group.stream)
+        self.letters = DeadLetters(environment, dead, group.group, group._counts)
+        shared = Shared(
+            access,
+            options,
+            group._reading,
+            self.workshop,
+            self.letters,
+            group._counts,
+            group.look_again,
+        )
+        self.steward = StreamSteward(group.worker, shared)
+        self.members = StreamMembers(
+            environment,
+            group.stream,
+            group.group,
+            group.worker,
+            options,
+            access.clock,
+            self.steward.held,
+            group.look_again,
+        )
+        self._clock = access.clock
+
+    def end(self, timeout: float) -> bool:
+        """In this order: what hands over needs handlers to end and letters to be stored."""
+        finished = self.steward.leave_all(self._clock() + timeout)
+        self.workshop.stop(0)
+        self.letters.close(1)
+        self.members.close(_LEAVE_TIMEOUT)
+        return finished

@@ -56,6 +56,7 @@ class StreamGroupOptions(GroupOptions):
             on_data_loss=self.on_data_loss,
             store_every_messages=self.store_every_messages,
             store_every_seconds=self.store_every_seconds,
+            subscribe_timeout=self.answer_timeout,
         )
 
 

@@ -62,7 +62,6 @@ class Shared:
     access: Access
     options: StreamGroupOptions
     reading: ConsumerOptions
-    super_stream: str | None
     workshop: Workshop
     burials: Burials
     counts: Counts
@@ -96,7 +95,6 @@ class PartitionReader:
             self._inbox,
             shared.access,
             shared.reading,
-            shared.super_stream,
             turns=self,
         )
         self._news = threading.Condition()
@@ -117,17 +115,8 @@ class PartitionReader:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    @property
-    def recoveries(self) -> int:
-        return self._subscription.recoveries
-
-    def open(self, deadline: float) -> None:
-        """Get in line for the partition; raises what stands in the way."""
-        try:
-            self._subscription.open(deadline)
-        except BaseException:
-            self._subscription.close(self._clock() + 1)
-            raise
+    def start(self) -> None:
+        """Get in line for the partition, and read it when the turn comes."""
         self._thread.start()
 
     def stop(self, deadline: float) -> None:
@@ -168,6 +157,7 @@ class PartitionReader:
 
     def _run(self) -> None:
         try:
+            self._subscription.open(self._clock() + self._shared.reading.subscribe_timeout)
             while self._stop_at is None:
                 if self._changes:
                     self._follow(self._changes.popleft())

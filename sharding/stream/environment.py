@@ -126,6 +126,11 @@ class StreamEnvironment:
             for name, count in counters.items()
         }
 
+    @property
+    def server_version(self) -> tuple[int, ...]:
+        """The RabbitMQ version of the node that answered last: (4, 0, 5)."""
+        return self._locator.server_version
+
     # Administration
 
     def create_stream(
