@@ -1,7 +1,30 @@
 """Consumer groups: any number of workers share all shards of a logical queue or a super stream."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from sharding.groups.delivery import BatchFailed, Delivery, GroupFailed
 from sharding.groups.options import GroupOptions, Retry
 from sharding.groups.queue_group import ConsumerGroup
 
-__all__ = ["BatchFailed", "ConsumerGroup", "Delivery", "GroupFailed", "GroupOptions", "Retry"]
+if TYPE_CHECKING:
+    from sharding.groups.aio_group import AioConsumerGroup
+
+__all__ = [
+    "AioConsumerGroup",
+    "BatchFailed",
+    "ConsumerGroup",
+    "Delivery",
+    "GroupFailed",
+    "GroupOptions",
+    "Retry",
+]
+
+# What needs an extra (aio-pika, say) is loaded when it is asked for.
+_LOADED_LATE = {"AioConsumerGroup": "sharding.groups.aio_group"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LOADED_LATE:
+        return getattr(import_module(_LOADED_LATE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

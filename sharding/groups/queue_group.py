@@ -18,6 +18,7 @@ from sharding.groups.connections import Dialer
 from sharding.groups.membership import exchange_of
 from sharding.groups.options import GroupOptions
 from sharding.groups.running import StopRequest, stopping_on_signals
+from sharding.groups.shard_reader import Bench
 from sharding.groups.steward import Steward
 from sharding.groups.transport import Opener, open_with_pika
 from sharding.groups.workshop import Handler, Workshop
@@ -88,7 +89,7 @@ class ConsumerGroup:
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """What happened since the start, and what is so now (`in_hand`, `running`, `lost_threads`)."""
+        """What happened since the start; `in_hand`, `running` and `lost_threads` are of now."""
         if self._workshop is None or self._steward is None:
             return {}
         return {**self._workshop.counters, **self._steward.counters}
@@ -224,11 +225,12 @@ def new_worker_id() -> str:
 def new_steward(
     topology: Topology,
     maps: Maps,
-    bench: Workshop,
+    bench: Bench,
     worker: str,
     options: GroupOptions,
     opener: Opener,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Steward:
     name = f"warren worker {worker} of {maps.logical}"
     dialer = Dialer(opener, topology.connection_parameters, name, options)
-    return Steward(worker, maps.current, bench, dialer, options, maps.logical, time.monotonic)
+    return Steward(worker, maps.current, bench, dialer, options, maps.logical, clock)

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from sharding.groups.delivery import Delivery, GivenBack, GroupFailed, OnDone
+from sharding.groups.delivery import Delivery, GivenBack, GroupFailed, OnDone, first_line
 from sharding.groups.foreman import Foreman, Hung, OnReleased, Settled
 from sharding.groups.lanes import Job, Ticket
 from sharding.groups.options import GroupOptions
@@ -90,7 +90,7 @@ class Workshop:
     def release(self, shard: str, on_released: OnReleased) -> None:
         with self._changed:
             settled, at_once = self._foreman.release(shard, on_released)
-        _tell(settled)
+        tell(settled)
         if at_once:
             on_released()
 
@@ -109,7 +109,7 @@ class Workshop:
             self._stopping = True
             settled = self._foreman.stop()
             self._changed.notify_all()
-        _tell(settled)
+        tell(settled)
         with self._changed:
             return self._changed.wait_for(lambda: not self._foreman.in_hand, timeout)
 
@@ -150,8 +150,7 @@ class Workshop:
                 self._lost -= 1
                 return False
         if end is not None:
-            shards = ", ".join(sorted({ticket.delivery.shard for ticket in job.tickets}))
-            logger.warning("a handler failed on %d of %s", len(job.tickets), shards, exc_info=end)
+            log_failure(job, end)
         with self._changed:
             if job.abandoned:  # just now
                 self._lost -= 1
@@ -162,7 +161,7 @@ class Workshop:
         return True
 
     def _after(self, settled: list[Settled]) -> None:
-        _tell(settled)
+        tell(settled)
         with self._changed:
             released = self._foreman.take_released()
             self._changed.notify_all()
@@ -218,7 +217,20 @@ class Workshop:
             self._on_failure()
 
 
-def _tell(settled: list[Settled]) -> None:
+def log_failure(job: Job, error: BaseException) -> None:
+    """Say that a handler failed; how, only the first time."""
+    shards = ", ".join(sorted({ticket.delivery.shard for ticket in job.tickets}))
+    logger.warning(
+        "a handler failed on %d of %s, attempt %d: %s",
+        len(job.tickets),
+        shards,
+        job.tickets[0].tries,
+        first_line(error),
+        exc_info=error if job.tickets[0].tries == 1 else None,
+    )
+
+
+def tell(settled: list[Settled]) -> None:
     """Call the owner, outside of any lock; what it raises must not end a thread of ours."""
     for ticket, outcome in settled:
         try:

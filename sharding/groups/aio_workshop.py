@@ -1,0 +1,183 @@
+"""The tasks that run asynchronous handlers: what `workshop` does with threads.
+
+Everything here is called on one asyncio loop. A handler that takes longer than `handler_timeout` is
+cancelled; one that does not let itself be cancelled is lost, as a thread would be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from typing import Any
+
+from sharding.groups.delivery import Delivery, GivenBack, GroupFailed, OnDone
+from sharding.groups.foreman import Foreman, Hung, OnReleased, Settled
+from sharding.groups.lanes import Job, Ticket
+from sharding.groups.options import GroupOptions
+from sharding.groups.workshop import tell
+
+logger = logging.getLogger("warren.groups")
+_random = random.Random()  # its own, so that nobody else's sequence of numbers changes
+
+AioHandler = Callable[[Any], Awaitable[object]]
+CANCEL_GRACE = 1.0
+"""How long a handler that was cancelled may take to end."""
+
+
+class AioWorkshop:
+    def __init__(
+        self,
+        handler: AioHandler,
+        options: GroupOptions,
+        *,
+        clock: Callable[[], float],
+        on_failure: Callable[[], None] = lambda: None,
+        chance: Callable[[], float] = _random.random,
+    ) -> None:
+        self._handler = handler
+        self._options = options
+        self._clock = clock
+        self._on_failure = on_failure
+        self._loop = asyncio.get_running_loop()
+        self._foreman = Foreman(options, chance, self._on_buried)
+        self._running: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._lost = 0
+        self._stopping = False
+        self._emptied = asyncio.Event()
+        self.failure: GroupFailed | None = None
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        return {
+            **self._foreman.counters,
+            "in_hand": self._foreman.in_hand,
+            "running": len(self._running),
+            "lost_threads": self._lost,
+        }
+
+    def submit(self, lane: Hashable, delivery: Delivery, on_done: OnDone) -> None:
+        if self._stopping or self._foreman.is_released(delivery.shard):
+            on_done(GivenBack())
+            return
+        self._foreman.submit(lane, delivery, on_done, self._clock())
+        self._begin()
+
+    def release(self, shard: str, on_released: OnReleased) -> None:
+        settled, at_once = self._foreman.release(shard, on_released)
+        tell(settled)
+        if at_once:
+            on_released()
+
+    def accept(self, shard: str) -> None:
+        self._foreman.accept(shard)
+
+    def set_lease(self, shard: str, until: float | None) -> None:
+        self._foreman.set_lease(shard, until)
+        self._begin()
+
+    async def stop(self, timeout: float) -> bool:
+        """Give back what is not running and wait for the rest; what is left then is cancelled."""
+        self._stopping = True
+        tell(self._foreman.stop())
+        finished = True
+        try:
+            async with asyncio.timeout(timeout):
+                while self._foreman.in_hand:
+                    self._emptied.clear()
+                    await self._emptied.wait()
+        except TimeoutError:
+            finished = False
+        for task in list(self._running):
+            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        return finished
+
+    def _begin(self) -> None:
+        """Start as many handlers as may run, and look again when the next one may."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while not self._stopping and len(self._running) < self._options.parallelism:
+            now = self._clock()
+            job = self._foreman.next_job(now)
+            if job is None:
+                at = self._foreman.next_time(now)
+                if at is not None:
+                    self._timer = self._loop.call_later(max(at - now, 0.001), self._begin)
+                return
+            task = self._loop.create_task(self._run(job))
+            self._running.add(task)
+            task.add_done_callback(self._on_task_end)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a handler's task failed", exc_info=task.exception())
+        self._begin()
+
+    async def _run(self, job: Job) -> None:
+        deliveries = [ticket.delivery for ticket in job.tickets]
+        given: Any = deliveries if self._options.batch_size > 1 else deliveries[0]
+        handling = asyncio.ensure_future(self._call(given))
+        try:
+            await asyncio.wait([handling], timeout=self._options.handler_timeout)
+        except asyncio.CancelledError:  # stop() gives up on it
+            handling.cancel()
+            raise
+        end: BaseException | Hung | None
+        if handling.done():
+            end = handling.result()
+            if end is not None:
+                shards = ", ".join(sorted({each.shard for each in deliveries}))
+                logger.warning(
+                    "a handler failed on %d of %s", len(deliveries), shards, exc_info=end
+                )
+        else:
+            limit = self._options.handler_timeout or 0.0
+            end = Hung(limit)
+            await self._cancel(handling, limit)
+        self._after(self._foreman.finish(job, end, self._clock()))
+
+    async def _call(self, given: Any) -> BaseException | None:
+        try:
+            await self._handler(given)
+        except Exception as error:
+            return error
+        except asyncio.CancelledError as error:
+            return error
+        return None
+
+    async def _cancel(self, handling: asyncio.Future[Any], limit: float) -> None:
+        logger.error("a handler has not returned for %g s; it is cancelled", limit)
+        handling.cancel()
+        await asyncio.wait([handling], timeout=CANCEL_GRACE)
+        if handling.done():
+            return
+        self._lost += 1
+        handling.add_done_callback(self._on_found)
+        if self._lost > self._options.max_lost_threads and self.failure is None:
+            self.failure = GroupFailed(
+                f"{self._lost} handlers hang, {self._options.max_lost_threads} are borne "
+                "(max_lost_threads): none let itself be cancelled"
+            )
+            self._on_failure()
+
+    def _on_found(self, _: object) -> None:
+        self._lost -= 1
+
+    def _after(self, settled: list[Settled]) -> None:
+        tell(settled)
+        for call in self._foreman.take_released():
+            call()
+        if not self._foreman.in_hand:
+            self._emptied.set()
+
+    def _on_buried(self, ticket: Ticket) -> None:
+        self._foreman.bury(ticket, self._clock())
+        self._after([])
+        self._begin()
