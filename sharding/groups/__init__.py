@@ -9,6 +9,8 @@ from sharding.groups.queue_group import ConsumerGroup
 
 if TYPE_CHECKING:
     from sharding.groups.aio_group import AioConsumerGroup
+    from sharding.groups.stream_group import StreamConsumerGroup
+    from sharding.groups.stream_options import StreamGroupOptions
 
 __all__ = [
     "AioConsumerGroup",
@@ -18,10 +20,16 @@ __all__ = [
     "GroupFailed",
     "GroupOptions",
     "Retry",
+    "StreamConsumerGroup",
+    "StreamGroupOptions",
 ]
 
-# What needs an extra (aio-pika, say) is loaded when it is asked for.
-_LOADED_LATE = {"AioConsumerGroup": "sharding.groups.aio_group"}
+# What needs an extra (aio-pika, say) or much else is loaded when it is asked for.
+_LOADED_LATE = {
+    "AioConsumerGroup": "sharding.groups.aio_group",
+    "StreamConsumerGroup": "sharding.groups.stream_group",
+    "StreamGroupOptions": "sharding.groups.stream_options",
+}
 
 
 def __getattr__(name: str) -> Any:

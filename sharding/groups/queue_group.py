@@ -231,6 +231,6 @@ def new_steward(
     opener: Opener,
     clock: Callable[[], float] = time.monotonic,
 ) -> Steward:
-    name = f"warren worker {worker} of {maps.logical}"
+    name = f"{worker} of {maps.logical}"
     dialer = Dialer(opener, topology.connection_parameters, name, options)
     return Steward(worker, maps.current, bench, dialer, options, maps.logical, clock)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 import pika
+import pika.channel
 
 from sharding.amqp import Declared, Message, Session
 
@@ -90,6 +92,26 @@ Opener = Callable[[pika.ConnectionParameters, float], Awaitable[GroupSession]]
 """Connects within so many seconds, or raises `Unreachable`."""
 
 
+class _QuietRefusals(logging.Filter):
+    """Keeps pika from warning that a shard is in exclusive use by a worker's own probing.
+
+    For a group that is an answer, not a fault: each lock is tried once, and a shard that another
+    worker holds is tried again and again.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        args = record.args if isinstance(record.args, tuple) else ()
+        if not any("in exclusive use" in arg for arg in args if isinstance(arg, str)):
+            return True
+        connections = [arg.connection for arg in args if isinstance(arg, pika.channel.Channel)]
+        names = [str(each.params.client_properties) for each in connections]
+        return not any(WORKER_NAME in name for name in names)
+
+
+WORKER_NAME = "warren worker"
+logging.getLogger("pika.channel").addFilter(_QuietRefusals())
+
+
 async def open_with_pika(parameters: pika.ConnectionParameters, timeout: float) -> GroupSession:
     return await Session.open(parameters, timeout)
 
@@ -100,5 +122,5 @@ def for_a_worker(
     """The same address and credentials, with a worker's heartbeat and name."""
     own = copy.copy(parameters)
     own.heartbeat = heartbeat
-    own.client_properties = {"connection_name": name}
+    own.client_properties = {"connection_name": f"{WORKER_NAME} {name}"}
     return own

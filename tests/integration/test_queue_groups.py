@@ -1,0 +1,510 @@
+"""Queue groups on a real broker: shares, failures, dead letters, stopping, wrong input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pika
+import pytest
+
+from interceptors import ShardedPublisher
+from sharding import InvalidInput, Policy, Topology
+from sharding.groups import (
+    AioConsumerGroup,
+    BatchFailed,
+    ConsumerGroup,
+    Delivery,
+    GroupFailed,
+    GroupOptions,
+    Retry,
+)
+from sharding.groups.membership import exchange_of
+from tests.cluster import Cluster, wait_until
+from tests.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of
+
+pytestmark = pytest.mark.cluster
+
+QUICK = Retry(attempts=3, first_delay=0.01, max_delay=0.05)
+
+
+@pytest.fixture(scope="module")
+def topology(cluster: Cluster) -> Iterator[Topology]:
+    with topology_of(cluster) as running:
+        yield running
+
+
+@pytest.fixture
+def images(cluster: Cluster, topology: Topology) -> Iterator[str]:
+    """A logical queue with two shards on each of three nodes; gone afterwards."""
+    logical = fresh_queue()
+    topology.set_policy(Policy.exactly(logical, 2, name=logical))
+    topology.ensure(logical)
+    yield logical
+    queues = [*shards_in_broker(cluster, logical), f"{logical}.dead"]
+    topology.forget(logical)
+    topology.clear_policy(logical)
+    with raw_channel(cluster.nodes[0]) as channel:
+        for queue in queues:
+            channel.queue_delete(queue)
+
+
+def publish(topology: Topology, logical: str, count: int, keys: int = 20) -> None:
+    with ShardedPublisher(topology, logical) as publisher:
+        for number in range(count):
+            publisher.publish(f"key-{number % keys}", b"%d" % number)
+        assert publisher.flush(30).all_stored
+
+
+class Log:
+    """Handled messages, in order, from any thread."""
+
+    def __init__(self, fail: Callable[[Delivery], None] = lambda _: None) -> None:
+        self.handled: list[Delivery] = []
+        self._fail = fail
+
+    def __call__(self, delivery: Delivery) -> None:
+        self._fail(delivery)
+        self.handled.append(delivery)
+
+    def numbers(self) -> list[int]:
+        return [int(delivery.body) for delivery in self.handled]
+
+    def check_order(self) -> None:
+        by_key: dict[str, list[int]] = {}
+        for delivery in self.handled:
+            by_key.setdefault(delivery.key, []).append(int(delivery.body))
+        assert all(numbers == sorted(numbers) for numbers in by_key.values()), by_key
+
+
+def dead_letters(cluster: Cluster, logical: str) -> list[tuple[bytes, Any]]:
+    found: list[tuple[bytes, Any]] = []
+    with raw_channel(cluster.nodes[0]) as channel:
+        while True:
+            method, properties, body = channel.basic_get(f"{logical}.dead", auto_ack=True)
+            if method is None:
+                return found
+            found.append((body or b"", properties))
+
+
+def messages_left(topology: Topology, logical: str) -> int:
+    shard_map = topology.shard_map(logical)
+    assert shard_map is not None
+    seen = topology.look_at(shard.name for shard in shard_map.shards)
+    return sum(found.messages for found in seen.values() if found is not None)
+
+
+def test_a_worker_alone_reads_every_shard_and_keys_stay_in_order(
+    topology: Topology, images: str
+) -> None:
+    publish(topology, images, 600)
+    log = Log()
+    with ConsumerGroup(topology, images, log, options=GroupOptions(parallelism=4)) as group:
+        wait_until(lambda: len(log.handled) == 600, 30, lambda: str(group.counters))
+        assert len(group.shards) == 6
+    assert sorted(log.numbers()) == list(range(600))
+    log.check_order()
+    first = log.handled[0]
+    assert (first.attempt, first.redelivered, first.offset) == (1, False, None)
+    assert first.key.startswith("key-")
+    assert messages_left(topology, images) == 0
+
+
+def test_shares_are_fair_whoever_comes_and_goes(topology: Topology, images: str) -> None:
+    log = Log()
+    workers: list[ConsumerGroup] = []
+
+    def settle() -> None:
+        def fair() -> bool:
+            held = [worker.shards for worker in workers]
+            loads = [len(each) for each in held]
+            every = [shard for each in held for shard in each]
+            return len(set(every)) == len(every) == 6 and max(loads) - min(loads) <= 1
+
+        wait_until(fair, 20, lambda: str([sorted(worker.shards) for worker in workers]))
+
+    publisher = ShardedPublisher(topology, images)
+    sent = 0
+    try:
+        for count in (1, 4, 7, 2, 3):
+            while len(workers) < count:
+                worker = ConsumerGroup(topology, images, log)
+                worker.start()
+                workers.append(worker)
+            while len(workers) > count:
+                assert workers.pop(0).stop()
+            for _ in range(300):
+                publisher.publish(f"key-{sent % 20}", b"%d" % sent)
+                sent += 1
+            settle()
+        wait_until(lambda: len(log.handled) >= sent, 20, lambda: f"{len(log.handled)} of {sent}")
+    finally:
+        publisher.close()
+        for worker in workers:
+            worker.stop()
+    assert Counter(log.numbers()) == Counter(range(sent))
+    log.check_order()
+
+
+def test_a_handler_that_fails_now_and_then_is_tried_again_in_order(
+    topology: Topology, images: str
+) -> None:
+    def fail(delivery: Delivery) -> None:
+        if int(delivery.body) % 7 == 0 and delivery.attempt < 3:
+            raise ValueError("now and then")
+
+    publish(topology, images, 210)
+    log = Log(fail)
+    with ConsumerGroup(
+        topology, images, log, options=GroupOptions(retry=QUICK, parallelism=3)
+    ) as group:
+        wait_until(lambda: len(log.handled) == 210, 30, lambda: str(group.counters))
+    assert group.counters["retried"] == group.counters["failed"] == 60
+    assert group.counters["dead_lettered"] == 0
+    log.check_order()
+
+
+def test_what_always_fails_becomes_a_dead_letter_with_the_reason(
+    cluster: Cluster, topology: Topology, images: str
+) -> None:
+    properties = pika.BasicProperties(
+        delivery_mode=2,
+        content_type="text/plain",
+        message_id="m-1",
+        expiration="600000",
+        headers={"trace": "abc", "CC": ["elsewhere"], "n": 7},
+    )
+
+    def fail(delivery: Delivery) -> None:
+        if delivery.body == b"99":
+            raise ValueError("can't\nsecond line")
+
+    log = Log(fail)
+    with ShardedPublisher(topology, images) as publisher:
+        publisher.publish("key-1", b"99", properties)
+        publisher.publish("key-1", b"100")
+    with ConsumerGroup(topology, images, log, options=GroupOptions(retry=QUICK)) as group:
+        wait_until(lambda: log.numbers() == [100], 20, lambda: str(group.counters))
+        assert group.counters["dead_lettered"] == 1
+        [shard] = {delivery.shard for delivery in log.handled}
+    [(body, found)] = dead_letters(cluster, images)
+    assert body == b"99"
+    assert (found.content_type, found.message_id, found.delivery_mode) == ("text/plain", "m-1", 2)
+    assert found.expiration is None
+    moment = found.headers.pop("x-warren-time")
+    assert abs(time.time() - _seconds(moment)) < 60
+    assert found.headers == {
+        "trace": "abc",
+        "n": 7,
+        "x-warren-cc": ["elsewhere"],
+        "x-warren-expiration": "600000",
+        "x-warren-reason": "failed",
+        "x-warren-error": "ValueError: can't",
+        "x-warren-attempts": 3,
+        "x-warren-shard": shard,
+        "x-warren-key": "key-1",
+    }
+    assert messages_left(topology, images) == 0
+
+
+def _seconds(moment: str) -> float:
+    from datetime import datetime
+
+    return datetime.fromisoformat(moment).timestamp()
+
+
+def test_a_dead_letter_that_can_not_be_stored_is_kept(
+    cluster: Cluster, topology: Topology, images: str
+) -> None:
+    """The queue for them is full and refuses more: a nack."""
+
+    def fail(_: Delivery) -> None:
+        raise ValueError("always")
+
+    with raw_channel(cluster.nodes[0]) as channel:
+        arguments = {"x-max-length": 0, "x-overflow": "reject-publish"}
+        channel.queue_declare(f"{images}.dead", durable=True, arguments=arguments)
+        publish(topology, images, 3)
+        options = GroupOptions(retry=QUICK, stop_timeout=10)
+        with ConsumerGroup(topology, images, fail, options=options) as group:
+            wait_until(lambda: group.counters.get("dead_letter_failures", 0) >= 5, 20)
+            assert group.counters["dead_lettered"] == 0
+        wait_until(lambda: messages_left(topology, images) == 3, 10)
+        channel.queue_delete(f"{images}.dead")
+    with ConsumerGroup(topology, images, fail, options=GroupOptions(retry=QUICK)) as group:
+        wait_until(lambda: group.counters["dead_lettered"] == 3, 20)
+    assert sorted(body for body, _ in dead_letters(cluster, images)) == [b"0", b"1", b"2"]
+
+
+def test_a_handler_that_hangs_loses_its_thread_and_no_other_message(
+    cluster: Cluster, topology: Topology, images: str
+) -> None:
+    let_go = threading.Event()
+
+    def fail(delivery: Delivery) -> None:
+        if delivery.body == b"5":
+            let_go.wait(60)
+
+    publish(topology, images, 40)
+    log = Log(fail)
+    options = GroupOptions(handler_timeout=0.5, retry=QUICK)
+    with ConsumerGroup(topology, images, log, options=options) as group:
+        wait_until(lambda: len(log.handled) == 39, 20, lambda: str(group.counters))
+        wait_until(lambda: group.counters["dead_lettered"] == 1, 20)
+        assert group.counters["lost_threads"] == 1
+        let_go.set()
+        wait_until(lambda: group.counters["lost_threads"] == 0, 10)
+    [(body, found)] = dead_letters(cluster, images)
+    assert body == b"5"
+    assert found.headers["x-warren-reason"] == "timeout"
+    assert found.headers["x-warren-attempts"] == 1
+    assert "0.5 s" in found.headers["x-warren-error"]
+
+
+def test_too_many_hanging_handlers_end_the_worker_with_an_error(
+    topology: Topology, images: str
+) -> None:
+    let_go = threading.Event()
+    publish(topology, images, 40)
+    options = GroupOptions(handler_timeout=0.2, max_lost_threads=2, stop_timeout=5)
+    group = ConsumerGroup(topology, images, lambda _: let_go.wait(60), options=options)
+    try:
+        with pytest.raises(GroupFailed, match="3 handlers hang, 2 are borne"):
+            group.run()
+    finally:
+        let_go.set()
+        group.stop()
+    wait_until(lambda: messages_left(topology, images) >= 37, 10)
+
+
+def test_a_batch_that_fails_halfway_loses_nothing_and_buries_only_the_poison(
+    cluster: Cluster, topology: Topology, images: str
+) -> None:
+    handled: list[int] = []
+    sizes: list[int] = []
+
+    def handle(batch: list[Delivery]) -> None:
+        sizes.append(len(batch))
+        for done, delivery in enumerate(batch):
+            if delivery.body == b"13":
+                raise BatchFailed(done, "thirteen")
+            handled.append(int(delivery.body))
+
+    publish(topology, images, 100)
+    options = GroupOptions(batch_size=20, batch_wait=0.2, retry=QUICK)
+    with ConsumerGroup(topology, images, handle, options=options) as group:
+        wait_until(lambda: len(handled) == 99, 30, lambda: str(group.counters))
+        wait_until(lambda: group.counters["dead_lettered"] == 1, 20)
+    assert sorted(handled) == [number for number in range(100) if number != 13]
+    assert max(sizes) == 20
+    [(body, found)] = dead_letters(cluster, images)
+    assert body == b"13"
+    assert found.headers["x-warren-error"] == "BatchFailed: thirteen"
+
+
+def test_stopping_finishes_what_is_running_and_gives_back_the_rest(
+    topology: Topology, images: str
+) -> None:
+    begun, let_go = threading.Event(), threading.Event()
+    log = Log()
+
+    def handle(delivery: Delivery) -> None:
+        begun.set()
+        let_go.wait(30)
+        log(delivery)
+
+    publish(topology, images, 50)
+    group = ConsumerGroup(topology, images, handle)
+    group.start()
+    assert begun.wait(20)
+    ending = threading.Thread(target=group.stop)
+    ending.start()
+    wait_until(lambda: group.counters["requeued"] > 0, 20)  # stopping has begun
+    let_go.set()
+    ending.join(20)
+    assert not ending.is_alive()
+    assert len(log.handled) == 1
+    wait_until(lambda: messages_left(topology, images) == 49, 10)
+    rest = Log()
+    with ConsumerGroup(topology, images, rest) as group:
+        wait_until(lambda: len(rest.handled) == 49, 20)
+    assert sorted(log.numbers() + rest.numbers()) == list(range(50))
+
+
+def test_stopping_is_bounded_and_an_unfinished_message_comes_again(
+    topology: Topology, images: str
+) -> None:
+    begun, let_go = threading.Event(), threading.Event()
+
+    def hang(_: Delivery) -> None:
+        begun.set()
+        let_go.wait(60)
+
+    publish(topology, images, 1)
+    group = ConsumerGroup(topology, images, hang)
+    group.start()
+    assert begun.wait(20)
+    began = time.monotonic()
+    assert not group.stop(timeout=1)
+    assert time.monotonic() - began < 10
+    again = Log()
+    with ConsumerGroup(topology, images, again):
+        wait_until(lambda: again.numbers() == [0], 20)
+    let_go.set()
+    assert again.handled[0].redelivered
+
+
+def test_a_shard_is_not_given_to_another_while_its_message_runs(
+    topology: Topology, images: str
+) -> None:
+    begun, let_go = threading.Event(), threading.Event()
+
+    def handle(_: Delivery) -> None:
+        begun.set()
+        let_go.wait(30)
+
+    publish(topology, images, 200, keys=100)
+    options = GroupOptions(parallelism=6)
+    with ConsumerGroup(topology, images, handle, options=options) as first:
+        assert begun.wait(20)
+        wait_until(lambda: first.counters["running"] == 6, 10)
+        with ConsumerGroup(topology, images, lambda _: None) as second:
+            wait_until(lambda: len(second.shards) >= 1, 20, lambda: f"{first} {second}")
+            busy_before = len(first.shards)
+            assert busy_before > 3  # held on to, because they have messages at work
+            let_go.set()
+            wait_until(lambda: len(first.shards) == len(second.shards) == 3, 20)
+            wait_until(lambda: messages_left(topology, images) == 0, 20)
+
+
+def test_new_shards_are_read_without_a_restart(topology: Topology, images: str) -> None:
+    log = Log()
+    with ConsumerGroup(topology, images, log) as group:
+        wait_until(lambda: len(group.shards) == 6, 20)
+        topology.set_policy(Policy.exactly(images, 3, name=images))
+        topology.ensure(images)
+        wait_until(lambda: len(group.shards) == 9, 20)
+        publish(topology, images, 300, keys=300)
+        wait_until(lambda: len(log.handled) == 300, 20)
+        assert len({delivery.shard for delivery in log.handled}) == 9
+
+
+def test_a_shard_that_somebody_else_reads_is_left_alone(
+    cluster: Cluster, topology: Topology, images: str
+) -> None:
+    shard_map = topology.shard_map(images)
+    assert shard_map is not None
+    with raw_channel(cluster.nodes[0]) as channel:
+        channel.basic_consume(shard_map.shards[0].name, lambda *_: None)
+        with ConsumerGroup(topology, images, lambda _: None) as group:
+            wait_until(lambda: group.counters["refused"] >= 2, 20)
+            assert len(group.shards) == 5
+            channel.cancel()
+            channel.close()
+            wait_until(lambda: len(group.shards) == 6, 20)
+
+
+def test_announcements_that_are_none_are_ignored(
+    cluster: Cluster, topology: Topology, images: str
+) -> None:
+    with ConsumerGroup(topology, images, lambda _: None) as group:
+        wait_until(lambda: len(group.shards) == 6, 20)
+        with raw_channel(cluster.nodes[0]) as channel:
+            for body in (b"", b"\xff", b"[]", b'{"format": 99}', b"x" * 2_000_000):
+                channel.basic_publish(exchange_of(images), "", body)
+            ghost = {"format": 1, "worker": "ghost", "kind": "here", "shards": []}
+            for _ in range(20):  # a worker that takes nothing: shards it could have are not lost
+                channel.basic_publish(exchange_of(images), "", json.dumps(ghost).encode())
+                time.sleep(0.1)
+        wait_until(lambda: len(group.shards) == 6, 20)
+
+
+def test_what_can_not_work_is_said_at_once(cluster: Cluster, topology: Topology) -> None:
+    with pytest.raises(InvalidInput, match="must be one that is sharded"):
+        ConsumerGroup(topology, "no-such-queue", print).start()
+    with pytest.raises(InvalidInput, match="handler: must be callable"):
+        ConsumerGroup(topology, "images", None)  # type: ignore[arg-type]  # that is the point
+    logical = fresh_queue()
+    arguments = {"x-queue-type": "quorum"}
+    topology.set_policy(Policy(logical, f"^{logical}$", 1, queue_arguments=arguments))
+    try:
+        topology.ensure(logical)
+        with pytest.raises(InvalidInput, match="must be classic"):
+            ConsumerGroup(topology, logical, print).start()
+    finally:
+        queues = shards_in_broker(cluster, logical)
+        topology.forget(logical)
+        topology.clear_policy(logical)
+        with raw_channel(cluster.nodes[0]) as channel:
+            for queue in queues:
+                channel.queue_delete(queue)
+
+
+def test_a_queue_that_accepts_two_exclusive_consumers_is_refused(
+    cluster: Cluster, topology: Topology, images: str
+) -> None:
+    """The map does not say what kind a queue is where it was made by another."""
+    shard_map = topology.shard_map(images)
+    assert shard_map is not None
+    shard = shard_map.shards[0].name
+    with raw_channel(cluster.nodes[0]) as channel:
+        channel.queue_delete(shard)
+        channel.queue_declare(shard, durable=True, arguments={"x-queue-type": "quorum"})
+    group = ConsumerGroup(topology, images, lambda _: None)
+    with pytest.raises(Exception, match="quorum queues do not know exclusive consumers"):
+        group.run()
+
+
+def test_asynchronous_workers_share_with_others(
+    cluster: Cluster, topology: Topology, images: str
+) -> None:
+    log = Log()
+    seen: list[Delivery] = []
+
+    async def handle(delivery: Delivery) -> None:
+        await asyncio.sleep(0)
+        if delivery.body == b"50":
+            await asyncio.sleep(60)
+        if delivery.body == b"51":
+            raise ValueError("never")
+        seen.append(delivery)
+        log(delivery)
+
+    options = GroupOptions(parallelism=5, retry=QUICK, handler_timeout=1)
+
+    async def main() -> dict[str, float]:
+        async with AioConsumerGroup(topology, images, handle, options=options) as group:
+            await asyncio.to_thread(wait_until, lambda: len(group.shards) == 6, 20)
+            with ConsumerGroup(topology, images, log) as other:
+
+                def even() -> bool:
+                    return len(group.shards) == len(other.shards) == 3
+
+                await asyncio.to_thread(wait_until, even, 20)
+                await asyncio.to_thread(publish, topology, images, 50)
+                await asyncio.to_thread(wait_until, lambda: len(log.handled) == 50, 20)
+            await asyncio.to_thread(wait_until, lambda: len(group.shards) == 6, 20)
+            await asyncio.to_thread(_publish_bodies, topology, images, [b"50", b"51", b"52"])
+            buried = lambda: group.counters["dead_lettered"] == 2  # noqa: E731
+            await asyncio.to_thread(wait_until, buried, 20)
+            await asyncio.to_thread(wait_until, lambda: len(log.handled) == 51, 20)
+            return dict(group.counters)
+
+    counters = asyncio.run(main())
+    assert (counters["hung"], counters["dead_lettered"]) == (1, 2)
+    log.check_order()
+    found = {body: properties.headers for body, properties in dead_letters(cluster, images)}
+    assert found[b"50"]["x-warren-reason"] == "timeout"
+    assert found[b"51"]["x-warren-error"] == "ValueError: never"
+    assert messages_left(topology, images) == 0
+
+
+def _publish_bodies(topology: Topology, logical: str, bodies: list[bytes]) -> None:
+    with ShardedPublisher(topology, logical) as publisher:
+        for body in bodies:
+            publisher.publish(body.decode(), body)
