@@ -7,6 +7,7 @@ The commands themselves are in `commands`, which needs typer and rich; those com
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from sharding.errors import WarrenError
 
@@ -14,18 +15,27 @@ from sharding.errors import WarrenError
 def main() -> None:
     """Run the command; an error of ours is one line on stderr and exit code 1."""
     try:
-        import sharding.adopt_command
-        import sharding.cluster_commands
-        import sharding.doctor_command  # noqa: F401 - they add their commands to the app
-        from sharding.commands import app
+        run = commands()
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in {"rich", "typer"}:
             raise
         sys.exit("warren: this command needs an extra: pip install 'rabbit-warren[cli]'")
     try:
-        app(prog_name="warren")
+        run(prog_name="warren")
     except WarrenError as error:
         sys.exit("warren: " + " ".join(str(error).split()))
+
+
+def commands() -> Callable[..., object]:
+    """All sub-commands: each module adds its own to the app."""
+    import sharding.adopt_command
+    import sharding.cluster_commands
+    import sharding.doctor_command
+    import sharding.sight_command
+    import sharding.worker_command  # noqa: F401
+    from sharding.commands import app
+
+    return app
 
 
 if __name__ == "__main__":

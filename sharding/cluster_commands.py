@@ -162,41 +162,6 @@ def watch(
             time.sleep(interval)
 
 
-@app.command()
-def topology(
-    logical: Logical,
-    as_json: AsJson = False,
-    url: Urls = LOCAL_BROKER,
-    management: ManagementUrls = [],  # noqa: B006
-) -> None:
-    """Show the shards of a logical queue: where they live, what is in them, who reads them."""
-    with connected(url, management) as plane:
-        shard_map = plane.shard_map(logical)
-        if shard_map is None:
-            raise InvalidInput("logical queue", "must be one that is sharded", logical)
-        seen = plane.look_at(shard.name for shard in shard_map.shards)
-        slots = [shard_map.table.owners.count(index) for index in range(len(shard_map.shards))]
-    rows: list[dict[str, Any]] = []
-    for shard, share in zip(shard_map.shards, slots, strict=True):
-        counts = seen.get(shard.name)
-        rows.append(
-            {
-                "shard": shard.name,
-                "node": shard.node,
-                "state": "up" if counts else "away" if shard.name in seen else "missing",
-                "messages": counts.messages if counts else None,
-                "consumers": counts.consumers if counts else None,
-                "slots": share,
-            }
-        )
-    if as_json:
-        body = {"logical": logical, "epoch": shard_map.epoch, "shards": rows}
-        typer.echo(json.dumps(body, indent=1))
-        return
-    typer.echo(f"{printable(logical)}: epoch {shard_map.epoch}, exchange {shard_map.exchange}")
-    print_table(("shard", "node", "state", "messages", "consumers", "slots"), rows)
-
-
 def report(ensured: Ensured, before: Any = None) -> None:
     """Say what is in force now, and what the operator should know."""
     shard_map = ensured.shard_map

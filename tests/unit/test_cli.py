@@ -131,9 +131,7 @@ def test_a_message_of_several_lines_becomes_one(
     def fail(**_: object) -> None:
         raise UnsupportedFormat("first\n second")
 
-    import sharding.cluster_commands  # noqa: F401 - it adds its commands to the real app
-
-    monkeypatch.setattr("sharding.commands.app", fail)
+    monkeypatch.setattr("sharding.cli.commands", lambda: fail)
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == "warren: first second"

@@ -1,0 +1,228 @@
+"""`warren topology` and its metrics on real clusters: what is shown is what is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sharding import Policy, metrics
+from sharding.sight import Watched, queue_view, stream_view
+from sharding.stream import StreamEnvironment
+from tests.cluster import Cluster, Node, wait_until
+from tests.machine import PROJECT
+from tests.sharded import fresh_queue, raw_channel, topology_of
+from tests.unit.test_metrics import scraped
+
+pytestmark = pytest.mark.cluster
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "sharding.cli", "topology", *arguments]
+
+
+def settings(node: Node) -> dict[str, str]:
+    return os.environ | {
+        "WARREN_URL": node.endpoint.amqp_url,
+        "WARREN_MANAGEMENT_URL": node.management.url,
+        "WARREN_STREAM_URL": node.endpoint.stream_url,
+    }
+
+
+def shown(node: Node, *arguments: str) -> str:
+    done = subprocess.run(
+        command(*arguments),
+        cwd=PROJECT,
+        env=settings(node),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def as_json(node: Node, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(shown(node, *arguments, "--json"))
+    return found
+
+
+@pytest.fixture
+def environment(cluster: Cluster) -> Iterator[StreamEnvironment]:
+    endpoint = cluster.nodes[0].endpoint
+    with StreamEnvironment(endpoint.stream_url, amqp_url=endpoint.amqp_url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def invoices(environment: StreamEnvironment) -> Iterator[str]:
+    """A super stream of which the group `audit` has dealt with some."""
+    name = f"invoices-{secrets.token_hex(3)}"
+    environment.create_super_stream(name, partitions=3)
+    with environment.producer(name) as producer:
+        producer.send_many([b"x"] * 300, [str(number) for number in range(300)])
+    with environment.consumer(name, offset="first", name="audit") as consumer:
+        for _, _ in zip(range(120), consumer.messages(timeout=10), strict=False):
+            pass
+        consumer.store_offset()
+    yield name
+    environment.delete_super_stream(name)
+
+
+def test_streams_are_shown_with_offsets_and_lag(
+    cluster: Cluster, environment: StreamEnvironment, invoices: str
+) -> None:
+    found = as_json(cluster.nodes[0], invoices, "--group", "audit", "--group", "new")
+    assert found["kind"] == "super stream"
+    assert [row["shard"] for row in found["shards"]] == list(environment.partitions(invoices))
+    advertised = {f"{n.endpoint.address}:{n.endpoint.ports['stream']}" for n in cluster.nodes}
+    for row in found["shards"]:
+        assert {row["node"], *row["replicas"]} == advertised
+        ends = environment.offsets(row["shard"])
+        assert ends is not None
+        assert (row["first"], row["last"]) == (ends.first, ends.last)
+    lags = {
+        group: sum(
+            each["lag"]
+            for row in found["shards"]
+            for each in row["groups"]
+            if each["group"] == group
+        )
+        for group in ("audit", "new")
+    }
+    assert lags == {"audit": 180, "new": 300}
+
+
+def test_single_stream_and_its_consumers_are_shown(
+    cluster: Cluster, environment: StreamEnvironment
+) -> None:
+    name, node = f"events-{secrets.token_hex(3)}", cluster.nodes[0]
+    environment.create_stream(name)
+    try:
+        with environment.consumer(name, name="live"):
+
+            def listed() -> bool:
+                row = as_json(node, name)["shards"][0]
+                counts = {each["group"]: each["consumers"] for each in row["groups"]}
+                return (row["consumers"], counts) == (1, {"live": 1})
+
+            wait_until(listed, 60)  # the API's figures come some seconds later
+            text = shown(node, name, "--tree")
+    finally:
+        environment.delete_stream(name)
+    assert "group live: lag 0, nothing stored, 1 consumer" in text
+    assert "empty" in text
+
+
+def test_name_of_both_kinds_is_the_one_that_is_asked_for(
+    cluster: Cluster, environment: StreamEnvironment
+) -> None:
+    name, node = fresh_queue(), cluster.nodes[0]
+    environment.create_stream(name)
+    try:
+        with topology_of(cluster) as topology:
+            topology.set_policy(Policy.exactly(name, 1, name=name))
+            topology.ensure(name)
+            assert as_json(node, name)["kind"] == "queue"
+            assert as_json(node, name, "--kind", "stream")["kind"] == "stream"
+            assert "sharding: " in shown(node, name, "--kind", "queue", "--tree")
+            topology.forget(name)
+    finally:
+        environment.delete_stream(name)
+
+
+def test_watching_redraws_in_place_and_ends_at_an_interrupt(
+    cluster: Cluster, invoices: str
+) -> None:
+    ours, theirs = pty.openpty()
+    watching = subprocess.Popen(
+        command(invoices, "--watch", "--interval", "0.3"),
+        cwd=PROJECT,
+        env=settings(cluster.nodes[0]) | {"TERM": "xterm", "COLUMNS": "200"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    seen = b""
+
+    def drawn_again() -> bool:
+        nonlocal seen
+        seen += os.read(ours, 65_536)
+        return seen.count(b"super stream, 3 shards") >= 3
+
+    try:
+        wait_until(drawn_again, 60)
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(30) == 0
+    finally:
+        watching.kill()
+        watching.wait()
+        os.close(ours)
+    assert b"\x1b[1A" in seen  # the cursor went up, to draw over what was there
+    assert b"Traceback" not in seen
+
+
+def test_scrape_tells_depth_and_lag(
+    cluster: Cluster, environment: StreamEnvironment, invoices: str
+) -> None:
+    logical = fresh_queue()
+    with topology_of(cluster) as topology:
+        topology.set_policy(Policy.exactly(logical, 1, name=logical))
+        shards = topology.ensure(logical).shard_map.shards
+        with raw_channel(cluster.nodes[0]) as channel:
+            channel.confirm_delivery()
+            channel.basic_publish("", shards[0].name, b"one")
+        streams = Watched(lambda: stream_view(environment, invoices, ["audit"]))
+        queues = Watched(lambda: queue_view(topology, logical))
+        with metrics.serve(0, streams, queues) as server:
+            seen = scraped(server.port)
+        topology.forget(logical)
+    lags = {dict(labels)["logical"]: 0.0 for (name, labels) in seen if name == "warren_shard_lag"}
+    for (name, labels), value in seen.items():
+        if name == "warren_shard_lag":
+            lags[dict(labels)["logical"]] += value
+    assert lags == {invoices: 180, logical: 1}
+
+
+def test_node_that_is_down_holds_nothing_up(any_version: str) -> None:
+    """What the others hold is shown, what it holds is away, and all of it in time."""
+    name, logical = "invoices", "images"
+    with Cluster.start(version=any_version) as harmed:
+        node, lost = harmed.nodes[0], harmed.nodes[2]
+        with (
+            StreamEnvironment(
+                node.endpoint.stream_url, amqp_url=node.endpoint.amqp_url
+            ) as environment,
+            topology_of(harmed) as topology,
+        ):
+            environment.create_super_stream(name, partitions=6)
+            with environment.producer(name) as producer:
+                producer.send_many([b"x"] * 60, [str(number) for number in range(60)])
+            topology.set_policy(Policy.exactly(logical, 1, name=logical))
+            topology.ensure(logical)
+        lost.kill()
+        began = time.monotonic()
+        found = as_json(node, logical)
+        took = time.monotonic() - began
+        states = {row["node"]: row["state"] for row in found["shards"]}
+        assert states.pop(lost.name) in ("away", "missing")
+        assert set(states.values()) == {"up"}
+        assert took < 20
+
+        def led_by_others() -> bool:
+            began = time.monotonic()
+            rows = as_json(node, name, "--group", "audit")["shards"]
+            assert time.monotonic() - began < 30
+            return len(rows) == 6 and {row["state"] for row in rows} == {"up"}
+
+        wait_until(led_by_others, 120)
