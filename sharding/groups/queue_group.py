@@ -136,6 +136,7 @@ class ConsumerGroup:
             if self._steward is not None:
                 loop.call_soon_threadsafe(self._steward.wind_down)
             patience = self.options.stop_timeout if timeout is None else timeout
+            logger.info("stopping; handlers have %g s to finish", patience)
             finished = workshop.stop(patience)
             if not finished:
                 logger.warning("handlers are still at work after %g s; they are left", patience)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -62,13 +63,17 @@ class Load:
 class Worker:
     """One worker process and what it has written."""
 
-    def __init__(self, folder: Path, number: int, logical: str, urls: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, number: int, logical: str, urls: Sequence[str], heartbeat: int = 5
+    ) -> None:
         self.path = folder / f"worker-{number}.txt"
         module = "tests.faults.group_worker"
         command = [sys.executable, "-m", module, logical, str(self.path), *urls]
         self.log = (folder / f"worker-{number}.log").open("w")
-        self.process = subprocess.Popen(command, cwd=PROJECT, stderr=self.log)
+        environment = {**os.environ, "WARREN_TEST_HEARTBEAT": str(heartbeat)}
+        self.process = subprocess.Popen(command, cwd=PROJECT, stderr=self.log, env=environment)
         self.killed_at: float | None = None
+        self.frozen: tuple[float, float] | None = None
 
     def lines(self) -> list[Line]:
         return lines_of(self.path)
@@ -81,6 +86,19 @@ class Worker:
         self.process.kill()
         self.killed_at = time.monotonic()
         self.process.wait()
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        self.frozen = time.monotonic(), float("inf")
+
+    def thaw(self) -> None:
+        assert self.frozen is not None
+        self.frozen = self.frozen[0], time.monotonic()
+        self.process.send_signal(signal.SIGCONT)
+
+    def was_frozen_in(self, start: float, end: float) -> bool:
+        """Whether a handler that began and ended then was at work while the worker was frozen."""
+        return self.frozen is not None and start < self.frozen[0] and end > self.frozen[1]
 
     def end(self, timeout: float = 30) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -158,7 +176,8 @@ def check_one_reader(workers: Sequence[Worker]) -> int:
                 begun[line.shard, line.number] = line.at
             elif line.what in "EF":
                 start = begun.pop((line.shard, line.number))
-                spans[line.shard].append((start, line.at, worker.path.stem))
+                if not worker.was_frozen_in(start, line.at):  # nothing can keep that from going on
+                    spans[line.shard].append((start, line.at, worker.path.stem))
         for (shard, _), start in begun.items():
             assert worker.killed_at is not None, "a handler that was begun did not end"
             spans[shard].append((start, worker.killed_at, worker.path.stem))

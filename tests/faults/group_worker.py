@@ -22,7 +22,12 @@ from sharding import Topology
 from sharding.groups import ConsumerGroup, Delivery, GroupOptions, Retry
 
 FAILS = 0.005
-OPTIONS = GroupOptions(prefetch=30, parallelism=3, retry=Retry(first_delay=0.02))
+OPTIONS = GroupOptions(
+    prefetch=30,
+    parallelism=3,
+    retry=Retry(first_delay=0.02),
+    heartbeat=int(os.environ.get("WARREN_TEST_HEARTBEAT", "5")),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from sharding.groups import (
 )
 from sharding.groups.membership import exchange_of
 from tests.cluster import Cluster, wait_until
-from tests.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of
+from tests.sharded import fresh_queue, raw_channel, topology_of
 
 pytestmark = pytest.mark.cluster
 
@@ -46,12 +46,17 @@ def images(cluster: Cluster, topology: Topology) -> Iterator[str]:
     topology.set_policy(Policy.exactly(logical, 2, name=logical))
     topology.ensure(logical)
     yield logical
-    queues = [*shards_in_broker(cluster, logical), f"{logical}.dead"]
+    queues = [*shards_of(topology, logical), f"{logical}.dead"]
     topology.forget(logical)
     topology.clear_policy(logical)
     with raw_channel(cluster.nodes[0]) as channel:
         for queue in queues:
             channel.queue_delete(queue)
+
+
+def shards_of(topology: Topology, logical: str) -> list[str]:
+    shard_map = topology.shard_map(logical)
+    return [shard.name for shard in shard_map.shards] if shard_map else []
 
 
 def publish(topology: Topology, logical: str, count: int, keys: int = 20) -> None:
@@ -93,9 +98,7 @@ def dead_letters(cluster: Cluster, logical: str) -> list[tuple[bytes, Any]]:
 
 
 def messages_left(topology: Topology, logical: str) -> int:
-    shard_map = topology.shard_map(logical)
-    assert shard_map is not None
-    seen = topology.look_at(shard.name for shard in shard_map.shards)
+    seen = topology.look_at(shards_of(topology, logical))
     return sum(found.messages for found in seen.values() if found is not None)
 
 
@@ -362,24 +365,27 @@ def test_stopping_is_bounded_and_an_unfinished_message_comes_again(
 def test_a_shard_is_not_given_to_another_while_its_message_runs(
     topology: Topology, images: str
 ) -> None:
-    begun, let_go = threading.Event(), threading.Event()
-
-    def handle(_: Delivery) -> None:
-        begun.set()
-        let_go.wait(30)
-
-    publish(topology, images, 200, keys=100)
+    let_go = threading.Event()
+    log = Log(lambda _: None if let_go.wait(30) else pytest.fail("never let go"))
+    shard_map = topology.shard_map(images)
+    assert shard_map is not None
+    keys = {shard_map.shard_of(key).name: key for key in map(str, range(200))}
+    assert len(keys) == 6
+    with ShardedPublisher(topology, images) as publisher:
+        for number in range(2):  # the second one waits behind the first, which runs
+            for key in keys.values():
+                publisher.publish(key, b"%d" % number)
     options = GroupOptions(parallelism=6)
-    with ConsumerGroup(topology, images, handle, options=options) as first:
-        assert begun.wait(20)
-        wait_until(lambda: first.counters["running"] == 6, 10)
-        with ConsumerGroup(topology, images, lambda _: None) as second:
-            wait_until(lambda: len(second.shards) >= 1, 20, lambda: f"{first} {second}")
-            busy_before = len(first.shards)
-            assert busy_before > 3  # held on to, because they have messages at work
+    with ConsumerGroup(topology, images, log, options=options) as first:
+        wait_until(lambda: first.counters["running"] == 6, 20)
+        with ConsumerGroup(topology, images, log) as second:
+            wait_until(lambda: first.counters["requeued"] == 3, 20)  # about to give up three
+            assert (len(first.shards), len(second.shards)) == (6, 0)
             let_go.set()
             wait_until(lambda: len(first.shards) == len(second.shards) == 3, 20)
-            wait_until(lambda: messages_left(topology, images) == 0, 20)
+            wait_until(lambda: len(log.handled) == 12, 20)
+    assert Counter(delivery.key for delivery in log.handled) == dict.fromkeys(keys.values(), 2)
+    log.check_order()
 
 
 def test_new_shards_are_read_without_a_restart(topology: Topology, images: str) -> None:
@@ -397,10 +403,8 @@ def test_new_shards_are_read_without_a_restart(topology: Topology, images: str) 
 def test_a_shard_that_somebody_else_reads_is_left_alone(
     cluster: Cluster, topology: Topology, images: str
 ) -> None:
-    shard_map = topology.shard_map(images)
-    assert shard_map is not None
     with raw_channel(cluster.nodes[0]) as channel:
-        channel.basic_consume(shard_map.shards[0].name, lambda *_: None)
+        channel.basic_consume(shards_of(topology, images)[0], lambda *_: None)
         with ConsumerGroup(topology, images, lambda _: None) as group:
             wait_until(lambda: group.counters["refused"] >= 2, 20)
             assert len(group.shards) == 5
@@ -437,7 +441,7 @@ def test_what_can_not_work_is_said_at_once(cluster: Cluster, topology: Topology)
         with pytest.raises(InvalidInput, match="must be classic"):
             ConsumerGroup(topology, logical, print).start()
     finally:
-        queues = shards_in_broker(cluster, logical)
+        queues = shards_of(topology, logical)
         topology.forget(logical)
         topology.clear_policy(logical)
         with raw_channel(cluster.nodes[0]) as channel:
@@ -449,9 +453,7 @@ def test_a_queue_that_accepts_two_exclusive_consumers_is_refused(
     cluster: Cluster, topology: Topology, images: str
 ) -> None:
     """The map does not say what kind a queue is where it was made by another."""
-    shard_map = topology.shard_map(images)
-    assert shard_map is not None
-    shard = shard_map.shards[0].name
+    shard = shards_of(topology, images)[0]
     with raw_channel(cluster.nodes[0]) as channel:
         channel.queue_delete(shard)
         channel.queue_declare(shard, durable=True, arguments={"x-queue-type": "quorum"})

@@ -1,0 +1,222 @@
+"""Handlers on threads, and asynchronous ones on tasks: the same promises."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from sharding.groups import Delivery, GroupOptions, Retry
+from sharding.groups.aio_workshop import AioWorkshop
+from sharding.groups.delivery import Dead, Done, GivenBack, Outcome
+from sharding.groups.workshop import Handler, Workshop
+from tests.cluster import wait_until
+
+QUICK = Retry(attempts=2, first_delay=0.001, jitter=0)
+
+
+class Ends:
+    """What became of each message, as it becomes known."""
+
+    def __init__(self) -> None:
+        self.told: queue.Queue[tuple[str, Outcome]] = queue.Queue()
+
+    def submit(self, workshop: Workshop | AioWorkshop, *names: str, shard: str = "s") -> None:
+        for name in names:
+            delivery = Delivery(name.encode(), name[0], shard)
+            workshop.submit(name[0], delivery, lambda end, name=name: self.told.put((name, end)))  # type: ignore[misc]  # mypy can't type a default
+
+    def take(self, count: int) -> dict[str, Outcome]:
+        return dict(self.told.get(timeout=10) for _ in range(count))
+
+
+def workshop(handler: Handler, **options: Any) -> Workshop:
+    return Workshop(handler, GroupOptions(**{"retry": QUICK, **options}))
+
+
+def test_handlers_run_side_by_side_up_to_the_parallelism() -> None:
+    together = threading.Barrier(3, timeout=10)
+    ends = Ends()
+    shop = workshop(lambda _: together.wait(), parallelism=3)
+    ends.submit(shop, "a1", "b1", "c1")
+    assert ends.take(3) == dict.fromkeys(("a1", "b1", "c1"), Done())
+    assert shop.stop(5)
+
+
+def test_a_key_is_never_at_work_twice() -> None:
+    busy: dict[str, bool] = {}
+    clashes: list[str] = []
+
+    def handle(delivery: Delivery) -> None:
+        if busy.get(delivery.key):
+            clashes.append(delivery.key)
+        busy[delivery.key] = True
+        time.sleep(0.001)
+        busy[delivery.key] = False
+
+    ends = Ends()
+    shop = workshop(handle, parallelism=8)
+    ends.submit(shop, *(f"{key}{number}" for number in range(50) for key in "abc"))
+    ends.take(150)
+    assert clashes == []
+    assert shop.stop(5)
+
+
+def test_even_an_exit_in_a_handler_is_only_a_failure() -> None:
+    def handle(_: Delivery) -> None:
+        raise SystemExit(3)
+
+    ends = Ends()
+    shop = workshop(handle)
+    ends.submit(shop, "a1")
+    dead = ends.take(1)["a1"]
+    assert isinstance(dead, Dead)
+    assert dead.error == "SystemExit: 3"
+    dead.buried()
+    assert shop.stop(5)
+
+
+def test_after_the_end_everything_is_given_back() -> None:
+    ends = Ends()
+    shop = workshop(lambda _: None)
+    assert shop.stop(5)
+    ends.submit(shop, "a1")
+    assert ends.take(1) == {"a1": GivenBack()}
+
+
+def test_a_released_shard_is_told_when_its_last_handler_returns() -> None:
+    let_go, released = threading.Event(), threading.Event()
+    ends = Ends()
+    shop = workshop(lambda _: let_go.wait(10))
+    ends.submit(shop, "a1", "a2")
+    wait_until(lambda: shop.counters["running"] == 1, 10)
+    shop.release("s", released.set)
+    assert ends.take(1) == {"a2": GivenBack()}
+    assert not released.is_set()
+    let_go.set()
+    assert released.wait(10)
+    assert ends.take(1) == {"a1": Done()}
+    ends.submit(shop, "a3")
+    assert ends.take(1) == {"a3": GivenBack()}
+    shop.accept("s")
+    ends.submit(shop, "a4")
+    assert ends.take(1) == {"a4": Done()}
+    assert shop.stop(5)
+
+
+def test_an_owner_that_fails_ends_no_thread() -> None:
+    def fail(_: Outcome) -> None:
+        raise RuntimeError("owner")
+
+    ends = Ends()
+    shop = workshop(lambda _: None)
+    shop.submit("a", Delivery(b"", "a", "s"), fail)
+    ends.submit(shop, "b1")
+    assert ends.take(1) == {"b1": Done()}
+    assert shop.stop(5)
+
+
+def test_stopping_does_not_wait_longer_than_it_may() -> None:
+    let_go = threading.Event()
+    ends = Ends()
+    shop = workshop(lambda _: let_go.wait(10))
+    ends.submit(shop, "a1")
+    wait_until(lambda: shop.counters["running"] == 1, 10)
+    assert not shop.stop(0.05)
+    let_go.set()
+    assert shop.stop(5)
+
+
+def test_a_lease_that_ran_out_holds_messages_until_it_is_renewed() -> None:
+    ends = Ends()
+    shop = workshop(lambda _: None)
+    shop.set_lease("s", time.monotonic() - 1)
+    ends.submit(shop, "a1")
+    ends.submit(shop, "b1", shard="t")
+    assert ends.take(1) == {"b1": Done()}
+    assert shop.counters["in_hand"] == 1
+    shop.set_lease("s", time.monotonic() + 60)
+    assert ends.take(1) == {"a1": Done()}
+    assert shop.stop(5)
+
+
+def test_hanging_handlers_are_replaced_and_bounded() -> None:
+    let_go, failed = threading.Event(), threading.Event()
+    ends = Ends()
+    options = GroupOptions(retry=QUICK, handler_timeout=0.05, max_lost_threads=1)
+    shop = Workshop(lambda _: let_go.wait(10), options, on_failure=failed.set)
+    ends.submit(shop, "a1", "b1", "c1")
+    for _ in range(2):
+        [(_, dead)] = ends.take(1).items()
+        assert isinstance(dead, Dead)
+        dead.buried()
+    assert failed.wait(10)
+    assert "2 handlers hang, 1 are borne" in str(shop.failure)
+    let_go.set()
+    shop.stop(5)
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_asynchronous_handlers_keep_the_same_promises(stubborn: bool) -> None:
+    async def handle(delivery: Delivery) -> None:
+        if delivery.body == b"b1":
+            raise ValueError("always")
+        if delivery.body == b"c1":
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                if stubborn:
+                    await asyncio.sleep(3)
+                raise
+        await asyncio.sleep(0.001)
+
+    async def main() -> None:
+        ends = Ends()
+        options = GroupOptions(retry=QUICK, handler_timeout=0.1, parallelism=3)
+        shop = AioWorkshop(handle, options, clock=asyncio.get_running_loop().time)
+        ends.submit(shop, "a1", "a2", "b1", "b2", "c1")
+        told: dict[str, Outcome] = {}
+        async with asyncio.timeout(10):
+            while len(told) < 5:
+                await asyncio.sleep(0.01)
+                while not ends.told.empty():
+                    name, end = ends.told.get_nowait()
+                    told[name] = end
+                    if isinstance(end, Dead):
+                        end.buried()
+        reasons = {n: (e.why, e.attempts) for n, e in told.items() if isinstance(e, Dead)}
+        assert reasons == {"b1": ("failed", 2), "c1": ("timeout", 1)}
+        assert {n for n, e in told.items() if e == Done()} == {"a1", "a2", "b2"}
+        assert shop.counters["lost_threads"] == (1 if stubborn else 0)
+        assert await shop.stop(5)
+
+    asyncio.run(main())
+
+
+def test_asynchronous_handlers_are_cancelled_when_stopping_takes_too_long() -> None:
+    async def main() -> None:
+        begun, ends = asyncio.Event(), Ends()
+        cancelled = False
+
+        async def handle(_: Delivery) -> None:
+            nonlocal cancelled
+            begun.set()
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                cancelled = True
+                raise
+
+        shop = AioWorkshop(handle, GroupOptions(), clock=asyncio.get_running_loop().time)
+        ends.submit(shop, "a1", "a2")
+        await begun.wait()
+        assert not await shop.stop(0.05)
+        await asyncio.sleep(0)
+        assert cancelled
+        assert ends.take(1) == {"a2": GivenBack()}
+
+    asyncio.run(main())
