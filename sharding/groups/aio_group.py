@@ -132,8 +132,13 @@ class AioConsumerGroup:
             raise self._workshop.failure
 
     async def stop(self, timeout: float | None = None) -> bool:
-        """Finish what is running, give the rest back; whether it was finished within `timeout`."""
+        """Finish what is running, give the rest back; whether it was finished within `timeout`.
+
+        Called in a handler it only asks for the stop, which `run()` carries out.
+        """
         self._stop_wanted.set()
+        if self._workshop is not None and self._workshop.in_handler:
+            return False
         async with self._stopping:
             if self._steward is None or self._workshop is None or self._working is None:
                 return True

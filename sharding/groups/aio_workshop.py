@@ -43,6 +43,7 @@ class AioWorkshop:
         self._loop = asyncio.get_running_loop()
         self._foreman = Foreman(options, chance, self._on_buried)
         self._running: set[asyncio.Task[None]] = set()
+        self._handling: set[asyncio.Future[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._lost = 0
         self._stopping = False
@@ -57,6 +58,11 @@ class AioWorkshop:
             "running": len(self._running),
             "lost_threads": self._lost,
         }
+
+    @property
+    def in_handler(self) -> bool:
+        """Whether a handler asks: it must not wait for itself."""
+        return asyncio.current_task() in self._handling
 
     def submit(self, lane: Hashable, delivery: Delivery, on_done: OnDone) -> None:
         if self._stopping or self._foreman.is_released(delivery.shard):
@@ -124,6 +130,8 @@ class AioWorkshop:
         deliveries = [ticket.delivery for ticket in job.tickets]
         given: Any = deliveries if self._options.batch_size > 1 else deliveries[0]
         handling = asyncio.ensure_future(self._call(given))
+        self._handling.add(handling)
+        handling.add_done_callback(self._handling.discard)
         try:
             await asyncio.wait([handling], timeout=self._options.handler_timeout)
         except asyncio.CancelledError:  # stop() gives up on it

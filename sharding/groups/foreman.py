@@ -115,6 +115,10 @@ class Foreman:
             self._releases.append((running, on_released))
         return settled, not running
 
+    def trim(self, shard: str) -> list[Settled]:
+        """Give back what of a shard came after all that was begun; the rest goes on as usual."""
+        return [self._give_back(ticket) for ticket in self._lanes.trim(shard)]
+
     def is_released(self, shard: str) -> bool:
         return shard in self._refused
 

@@ -64,6 +64,7 @@ class Lanes:
         self._ready: dict[LaneId, float] = {}  # idle lanes with messages → since when, in turn
         self._later: list[tuple[float, int, Job]] = []
         self._leases: dict[str, float] = {}
+        self._begun: dict[str, int] = {}  # by shard, the last number that was begun
         self._count = 0
 
     def add(self, lane: Hashable, delivery: Delivery, on_done: OnDone, now: float) -> None:
@@ -134,6 +135,20 @@ class Lanes:
                 del self._lanes[id_]
         return sorted(dropped, key=lambda ticket: ticket.number)
 
+    def trim(self, shard: str) -> list[Ticket]:
+        """Forget what of a shard came after all that was begun, and return it in order."""
+        begun = self._begun.get(shard, 0)
+        trimmed: list[Ticket] = []
+        for id_ in [each for each in self._lanes if each[0] == shard]:
+            lane = self._lanes[id_]
+            trimmed += [ticket for ticket in lane.waiting if ticket.number > begun]
+            lane.waiting = deque(ticket for ticket in lane.waiting if ticket.number <= begun)
+            if not lane.waiting:
+                self._ready.pop(id_, None)
+                if not lane.out:
+                    del self._lanes[id_]
+        return sorted(trimmed, key=lambda ticket: ticket.number)
+
     def drop_all(self) -> list[Ticket]:
         return [
             ticket
@@ -198,4 +213,6 @@ class Lanes:
         self._ready.pop(lane, None)
         state = self._lanes[lane]
         state.out += 1
-        return state.waiting.popleft()
+        ticket = state.waiting.popleft()
+        self._begun[lane[0]] = max(ticket.number, self._begun.get(lane[0], 0))
+        return ticket

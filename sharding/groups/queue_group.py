@@ -126,8 +126,11 @@ class ConsumerGroup:
         """Finish what is running, give the rest back; whether it was finished within `timeout`.
 
         A handler that is still at work then is left alone, and its message goes to another worker.
+        Called in a handler it only asks for the stop, which `run()` or another thread carries out.
         """
         self._stop_request.ask()
+        if self._workshop is not None and self._workshop.in_handler:
+            return False
         with self._stopping:
             thread, loop, workshop = self._thread, self._loop, self._workshop
             if thread is None or loop is None or workshop is None or not thread.is_alive():

@@ -10,6 +10,8 @@ The interface, for whoever reads messages (the *owner*):
   back before this returns, what runs is finished (a failure is given back, not tried again), and
   then, when nothing of the shard is in hand, `on_released` is called. Deliveries submitted to it
   later are given back at once, until `accept(shard)`.
+* `trim(shard)`: give back what was submitted after all that was begun. What was submitted before is
+  finished, so that there is one place between what was handled here and what was not.
 * `set_lease(shard, until)`: begin no message of the shard after this moment of the clock.
 * `stop(timeout)`: the same for everything; True if all handlers ended in time.
 * `failure`: why the workshop ended by itself, when too many handlers hang; `on_failure` is called.
@@ -59,6 +61,7 @@ class Workshop:
         self._changed = threading.Condition()
         self._foreman = Foreman(options, chance, self._on_buried)
         self._running: dict[Job, None] = {}
+        self._threads: set[int] = set()
         self._lost = 0
         self._stopping = False
         self.failure: GroupFailed | None = None
@@ -78,6 +81,11 @@ class Workshop:
                 "lost_threads": self._lost,
             }
 
+    @property
+    def in_handler(self) -> bool:
+        """Whether a handler asks: it must not wait for itself."""
+        return threading.get_ident() in self._threads
+
     def submit(self, lane: Hashable, delivery: Delivery, on_done: OnDone) -> None:
         with self._changed:
             refused = self._stopping or self._foreman.is_released(delivery.shard)
@@ -93,6 +101,11 @@ class Workshop:
         tell(settled)
         if at_once:
             on_released()
+
+    def trim(self, shard: str) -> None:
+        with self._changed:
+            settled = self._foreman.trim(shard)
+        tell(settled)
 
     def accept(self, shard: str) -> None:
         with self._changed:
@@ -119,6 +132,13 @@ class Workshop:
         threading.Thread(target=self._work, name="warren-handler", daemon=True).start()
 
     def _work(self) -> None:
+        self._threads.add(threading.get_ident())
+        try:
+            self._work_on_jobs()
+        finally:
+            self._threads.discard(threading.get_ident())
+
+    def _work_on_jobs(self) -> None:
         job = self._next_job()
         while job is not None:
             end: BaseException | None = None

@@ -36,6 +36,11 @@ def test_what_the_producer_publishes_the_consumer_gets(cluster: Cluster, client:
     assert "consumed 200 messages" in run(cluster, f"{client}_consumer")
 
 
+def test_what_the_producer_publishes_a_worker_handles(cluster: Cluster) -> None:
+    run(cluster, "pika_producer")
+    assert "handled 200 messages, the last one: user-" in run(cluster, "worker")
+
+
 def test_what_is_published_to_a_super_stream_is_read_from_it(cluster: Cluster) -> None:
     produced = run(cluster, "stream_producer")
     assert "stored 200 messages; customer-7 is in invoices-" in produced
