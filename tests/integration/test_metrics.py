@@ -3,17 +3,51 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import ExitStack
 
 import pytest
 
 from interceptors import ShardedChannel, ShardedPublisher
 from sharding import Policy, metrics
+from sharding.counting import Source
+from sharding.groups import ConsumerGroup, StreamConsumerGroup
 from sharding.stream import StreamEnvironment
 from tests.cluster import Cluster
 from tests.sharded import connection_to, fresh_queue, topology_of
 from tests.unit.test_metrics import scraped
 
 pytestmark = pytest.mark.cluster
+
+
+def test_every_counter_is_in_the_table(cluster: Cluster) -> None:
+    """What is not is served without a type, and the document does not tell of it."""
+    node, logical = cluster.nodes[0], fresh_queue()
+    with ExitStack() as opened:
+        enter = opened.enter_context
+        topology = enter(topology_of(cluster))
+        environment = enter(StreamEnvironment(node.endpoint.stream_url))
+        topology.set_policy(Policy.exactly(logical, 1, name=logical))
+        topology.ensure(logical)
+        opened.callback(topology.forget, logical)
+        environment.create_stream(logical)
+        opened.callback(environment.delete_stream, logical)
+        sources: list[Source] = [
+            topology,
+            environment,
+            enter(environment.producer(logical)),
+            enter(environment.consumer(logical)),
+            enter(ShardedPublisher(topology, logical)),
+            ShardedChannel(enter(connection_to(node)).channel(), topology),
+            enter(ConsumerGroup(topology, logical, lambda _: None)),
+        ]
+        if environment.server_version >= (3, 11):
+            group = StreamConsumerGroup(environment, logical, lambda _: None, group="audit")
+            sources.append(enter(group))
+        collected = list(metrics.collector(*sources).collect())
+    assert [family.name for family in collected if family.type == "unknown"] == []
+    assert {family.name.split("_")[1] for family in collected} >= {
+        *("locator", "topology", "producer", "consumer", "publisher", "channel", "group"),
+    }
 
 
 def test_numbers_of_streams_equal_what_was_published(cluster: Cluster) -> None:
