@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 import ssl
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,8 +42,9 @@ from sharding.stream.network.access import Access
 from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.network.locator import Locator
 from sharding.stream.network.placement import Placement
-from sharding.stream.network.pool import Pool
+from sharding.stream.network.pool import OwnConnections, Pool
 from sharding.stream.network.recovery import Recovery
+from sharding.stream.network.shelf import CAPACITY
 from sharding.stream.producing.broker_routes import BrokerRoutes
 from sharding.stream.producing.partitioning import PartitionFunction, by_hash
 from sharding.stream.producing.producer import Producer
@@ -71,12 +73,9 @@ class StreamEnvironment:
         self._connect_options = _connect_options(uris[0], self.options)
         self._locator = Locator(self._addresses, self._dial)
         self._routes = RouteCache(self._locator, self.options.routes)
-        self._pool = Pool(
-            self._dial_node,
-            balancer=self._addresses[0] if self.options.load_balancer else None,
-            tries_per_node=self.options.tries_per_node,
-            idle_timeout=self.options.idle_timeout,
-        )
+        self._pool = self._new_pool()
+        self._single_pool: Pool | None = None
+        self._lending = threading.Lock()
         self._recovery = Recovery()
         self._open: WeakSet[Closable] = WeakSet()
         self._administration = Administration(
@@ -109,7 +108,8 @@ class StreamEnvironment:
         deadline = time.monotonic() + timeout
         for user in tuple(self._open):
             user.close(max(0.1, deadline - time.monotonic()))
-        for part in (self._recovery, self._routes, self._pool, self._locator):
+        pools = (self._pool, self._single_pool) if self._single_pool else (self._pool,)
+        for part in (self._recovery, self._routes, *pools, self._locator):
             part.close(max(0.1, deadline - time.monotonic()))
 
     @property
@@ -205,9 +205,11 @@ class StreamEnvironment:
     # Messages
 
     def lend(self, borrower: Closable) -> Access:
-        """Routes and connections for a part that builds on them, and is closed with all others."""
+        """Routes and connections of its own, for a part that is closed with all others."""
         self._open.add(borrower)
-        return self._access
+        with self._lending:
+            self._single_pool = self._single_pool or self._new_pool(capacity=1)
+            return replace(self._access, pool=OwnConnections(self._single_pool))
 
     def producer(
         self,
@@ -270,6 +272,15 @@ class StreamEnvironment:
         return BrokerRoutes(super_stream, self._locator, self.options.request_timeout)
 
     # Connecting
+
+    def _new_pool(self, capacity: int = CAPACITY) -> Pool:
+        return Pool(
+            self._dial_node,
+            balancer=self._addresses[0] if self.options.load_balancer else None,
+            tries_per_node=self.options.tries_per_node,
+            idle_timeout=self.options.idle_timeout,
+            capacity=capacity,
+        )
 
     def _dial(self, address: Broker) -> StreamClient:
         return connect(address, self._connect_options)

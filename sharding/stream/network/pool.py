@@ -21,7 +21,7 @@ from sharding.stream.errors import ClientFull, ConnectionLost
 from sharding.stream.handlers import PublisherHandler, SubscriberHandler
 from sharding.stream.network.background import close_all
 from sharding.stream.network.searches import Search, Searches
-from sharding.stream.network.shelf import Place, Role, Shelf
+from sharding.stream.network.shelf import CAPACITY, Place, Role, Shelf
 from sharding.stream.protocol import Broker
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warren.stream.pool")
 
 CLOSE_TIMEOUT = 5.0
+_END_TIMEOUT = 2.0
 
 
 class Pool:
@@ -37,7 +38,8 @@ class Pool:
 
     `dial` connects to an address, with a time limit of its own. With a `balancer` every dial goes
     there, `tries_per_node` times for each node that is seen behind it. A connection that nothing
-    uses is closed after `idle_timeout` seconds.
+    uses is closed after `idle_timeout` seconds. `capacity` many publishers or subscriptions share a
+    connection.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Pool:
         balancer: Broker | None = None,
         tries_per_node: int = 10,
         idle_timeout: float = 30.0,
+        capacity: int = CAPACITY,
         rng: random.Random | None = None,
     ) -> None:
         if tries_per_node < 1:
@@ -55,7 +58,7 @@ class Pool:
             raise InvalidInput("idle_timeout", "must be more than 0", idle_timeout)
         self._idle_timeout = idle_timeout
         self._changed = threading.Condition()
-        self._shelf = Shelf()
+        self._shelf = Shelf(capacity)
         self._searches = Searches(
             dial, balancer, tries_per_node, rng or random.Random(), self._shelf, self._changed
         )
@@ -188,3 +191,28 @@ class Pool:
                     at = self._shelf.next_idle_at(now, self._idle_timeout)
                     self._changed.wait(None if at == inf else at - now)
             close_all(idle, CLOSE_TIMEOUT)
+
+
+class OwnConnections:
+    """A connection for each subscription, which ends with it.
+
+    For single active consumers: that the connection ended is the one thing a broker is sure to
+    notice. A subscription that ended while its coordinator was being elected stayed the active one
+    for as long as its connection lived (seen on 4.0.5), and nobody else got the stream.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def subscriber(
+        self,
+        candidates: Sequence[Broker],
+        stream: str,
+        handler: SubscriberHandler,
+        deadline: float,
+    ) -> tuple[StreamClient, int]:
+        return self._pool.subscriber(candidates, stream, handler, deadline)
+
+    def release(self, client: StreamClient) -> None:
+        client.close(_END_TIMEOUT)
+        self._pool.release(client)

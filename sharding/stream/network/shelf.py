@@ -19,6 +19,8 @@ from sharding.stream.protocol import MAX_PUBLISHERS, MAX_SUBSCRIPTIONS, Broker
 if TYPE_CHECKING:
     from sharding.stream.network.client import StreamClient
 
+CAPACITY = min(MAX_PUBLISHERS, MAX_SUBSCRIPTIONS)
+
 
 class Role(Enum):
     PUBLISHERS = "publishers"
@@ -35,9 +37,9 @@ class Place:
     role: Role | None
     """None for a spare."""
     empty_since: float | None
+    capacity: int
     pins: int = 0
     """Callers that were given it and have not attached yet."""
-    capacity: int = min(MAX_PUBLISHERS, MAX_SUBSCRIPTIONS)
 
     @property
     def load(self) -> int:
@@ -51,14 +53,15 @@ class Place:
 class Shelf:
     """The connections of a pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
         self._places: list[Place] = []
 
     def __len__(self) -> int:
         return len(self._places)
 
     def add(self, client: StreamClient, node: Broker, role: Role | None, now: float) -> None:
-        self._places.append(Place(client, node, role, now))
+        self._places.append(Place(client, node, role, now, self._capacity))
 
     def find(self, role: Role, nodes: Sequence[Broker]) -> Place | None:
         """A connection with room to the first of the nodes that has one; a spare if need be."""
