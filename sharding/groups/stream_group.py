@@ -27,6 +27,7 @@ from sharding.groups.stream_steward import StreamSteward
 from sharding.groups.workshop import Handler, Workshop
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.errors import NotSupported, StreamNotFound
+from sharding.stream.network.access import Access
 
 logger = logging.getLogger("warren.groups")
 
@@ -70,6 +71,7 @@ class StreamConsumerGroup:
         members_stream(stream)
         self.counted_as = Subject("group", {"logical": stream, "group": group})
         self._environment = environment
+        self._access: Access
         self._handler = handler
         self._counts = Counts(_COUNTED)
         self._parts: _Parts | None = None
@@ -116,6 +118,7 @@ class StreamConsumerGroup:
                 f"consumer groups over streams need RabbitMQ 3.11 or later, not {found}: older "
                 "brokers know no single active consumer"
             )
+        self._access = self._environment.lend(self)
         self._find_partitions()
         self._parts = parts = _Parts(self)
         try:
@@ -202,7 +205,7 @@ class StreamConsumerGroup:
                     logger.warning("%s: %s", self.stream, error)
 
     def _find_partitions(self) -> None:
-        routes, timeout = self._environment.lend(self).routes, self.options.answer_timeout
+        routes, timeout = self._access.routes, self.options.answer_timeout
         routes.suspect(self.stream, "looked for partitions")
         try:
             self._streams = routes.partitions(self.stream, timeout)
@@ -217,8 +220,7 @@ class _Parts:
     """What a running group is made of."""
 
     def __init__(self, group: StreamConsumerGroup) -> None:
-        environment, options = group._environment, group.options
-        access = environment.lend(group)
+        environment, options, access = group._environment, group.options, group._access
         self.workshop = Workshop(group._handler, options, on_failure=group._request.ask)
         dead = options.dead_letters_of(group.stream)
         self.letters = DeadLetters(environment, dead, group.group, group._counts)

@@ -76,6 +76,7 @@ class StreamSteward:
         self._not_before[stream] = self._clock() + self._options.take_interval
         reader = PartitionReader(stream, self._shared, self._handled.get(stream))
         self._readers[stream] = reader
+        logger.info("%s: getting in line", stream)
         reader.start()
 
     def _leave(self, stream: str, why: str) -> None:

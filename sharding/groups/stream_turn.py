@@ -56,6 +56,11 @@ class Turn:
         """How many more messages may be submitted now."""
         return self._options.prefetch - self._watermark.in_hand
 
+    @property
+    def in_hand(self) -> int:
+        """Messages submitted of which the outcome is not known."""
+        return self._watermark.in_hand
+
     def submit(self, message: Message, stream: str) -> None:
         offset = message.offset
         assert offset is not None

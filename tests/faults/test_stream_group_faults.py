@@ -1,0 +1,274 @@
+"""A stream group under load while workers come, go and are killed, and a node of the broker too."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from sharding.stream import ProducerOptions, StreamEnvironment
+from tests.cluster import Cluster, wait_until
+from tests.faults.group_worker import Line, lines_of
+from tests.faults.stream_group_worker import OPTIONS
+from tests.machine import PROJECT
+from tests.streams import environment_of, leader_node, super_stream_in
+
+pytestmark = pytest.mark.cluster
+
+MESSAGES = int(os.environ.get("WARREN_GROUP_MESSAGES", "8000"))
+PARTITIONS = 12
+RATE = 400
+KEYS = 200
+RECOVERED_WITHIN = 15.0
+"""What is seen is printed, and is much less; a machine shared with others gets some more."""
+
+
+@pytest.fixture(scope="module")
+def own(broker_version: str) -> Iterator[Cluster]:
+    with Cluster.start(version=broker_version) as running:
+        yield running
+
+
+class Load:
+    """Publishes at an even rate, until told to end and `MESSAGES` are sent at least."""
+
+    def __init__(self, environment: StreamEnvironment, super_stream: str) -> None:
+        self.sent = 0
+        # With a name nothing is stored twice, whatever happens to the brokers.
+        self._producer = environment.producer(super_stream, ProducerOptions(name="load"))
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._end.set()
+        self._thread.join()
+        self._producer.flush(timeout=60).raise_for_failures()
+        self._producer.close()
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        while not self._end.is_set() or self.sent < MESSAGES:
+            while self.sent < RATE * (time.monotonic() - began):
+                self._producer.send(b"%d" % self.sent, key=f"key-{self.sent % KEYS}")
+                self.sent += 1
+            time.sleep(0.01)
+
+
+@dataclass
+class Worker:
+    path: Path
+    process: subprocess.Popen[bytes]
+    killed_at: float | None = None
+
+    @property
+    def held(self) -> int:
+        """How many partitions it reads now."""
+        counts = [int(line.shard) for line in lines_of(self.path) if line.what == "H"]
+        return counts[-1] if counts and self.process.poll() is None else 0
+
+    def shards(self) -> set[str]:
+        """What it worked on in the last second."""
+        since = time.monotonic() - 1
+        return {line.shard for line in lines_of(self.path) if line.what == "B" and line.at > since}
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.killed_at = time.monotonic()
+
+
+@dataclass
+class Workers:
+    """Processes of one group. Those that are killed stay in `all`, for what they wrote."""
+
+    folder: Path
+    stream: str
+    urls: Sequence[str]
+    all: list[Worker] = field(default_factory=list)
+
+    def start(self, count: int = 1) -> None:
+        for _ in range(count):
+            path = self.folder / f"worker-{len(self.all)}"
+            command = [sys.executable, "-m", "tests.faults.stream_group_worker"]
+            with path.with_suffix(".log").open("wb") as log:
+                process = subprocess.Popen(
+                    [*command, self.stream, str(path), *self.urls], cwd=PROJECT, stderr=log
+                )
+            self.all.append(Worker(path, process))
+
+    @property
+    def running(self) -> list[Worker]:
+        return [worker for worker in self.all if worker.process.poll() is None]
+
+    def loads(self) -> list[int]:
+        return sorted(worker.held for worker in self.running)
+
+    def even(self) -> bool:
+        loads = self.loads()
+        return sum(loads) == PARTITIONS and max(loads) - min(loads) <= 1
+
+    def settle(self, count: int, timeout: float = 60) -> float:
+        """Wait until so many workers share all partitions evenly; returns how long it took."""
+        began = time.monotonic()
+        wait_until(
+            lambda: len(self.running) == count and self.even(),
+            timeout,
+            lambda: f"{self.loads()} of {len(self.running)} workers",
+        )
+        return time.monotonic() - began
+
+    def lines(self, *what: str) -> list[Line]:
+        found = [line for worker in self.all for line in lines_of(worker.path)]
+        return sorted((line for line in found if line.what in what), key=lambda line: line.at)
+
+    def handled(self) -> set[int]:
+        return {line.number for line in self.lines("E")}
+
+    def close(self) -> None:
+        for worker in self.running:
+            worker.process.kill()
+            worker.process.wait()
+
+
+@pytest.fixture
+def environment(own: Cluster) -> Iterator[StreamEnvironment]:
+    with environment_of(own, heartbeat=5) as opened:
+        yield opened
+
+
+@pytest.fixture
+def workers(own: Cluster, environment: StreamEnvironment, tmp_path: Path) -> Iterator[Workers]:
+    urls = [node.endpoint.stream_url for node in own]
+    with super_stream_in(environment, PARTITIONS) as stream:
+        started = Workers(tmp_path, stream, urls)
+        try:
+            yield started
+        finally:
+            started.close()
+            for made in (f"{stream}.dead", f"warren.group.{stream}"):
+                environment.delete_stream(made, missing_ok=True)
+
+
+def test_workers_and_a_node_die_and_nothing_is_lost_or_out_of_order(
+    own: Cluster, environment: StreamEnvironment, workers: Workers
+) -> None:
+    workers.start()
+    load = Load(environment, workers.stream)
+    try:
+        print(f"\n1 worker has all after {workers.settle(1):.1f} s")
+        workers.start(4)
+        print(f"5 workers: {workers.settle(5):.1f} s, loads {workers.loads()}")
+        time.sleep(1)  # a second of work as five
+        victim = workers.running[2]
+        theirs = victim.shards()
+        victim.kill()
+        took = recovery(workers, theirs, at(victim))
+        print(f"after kill -9 of a worker its partitions were read again in {took:.2f} s")
+        workers.start()
+        print(f"5 workers again: {workers.settle(5):.1f} s, loads {workers.loads()}")
+        node = leader_node(own, environment, environment.partitions(workers.stream)[0])
+        killed_node_at = time.monotonic()
+        node.kill()
+        took = recovery(workers, set(environment.partitions(workers.stream)), killed_node_at)
+        print(f"after kill -9 of a node every partition was read again in {took:.2f} s")
+        node.restart()
+        own.wait_until_whole()
+        print(f"with the node back: {workers.settle(5):.1f} s, loads {workers.loads()}")
+        leaving = workers.running[:3]
+        for worker in leaving:
+            worker.process.send_signal(signal.SIGTERM)
+        assert [worker.process.wait(40) for worker in leaving] == [0, 0, 0]
+        print(f"2 workers: {workers.settle(2):.1f} s, loads {workers.loads()}")
+    finally:
+        load.end()
+    wait_until(
+        lambda: len(workers.handled()) == load.sent,
+        60,
+        lambda: f"{len(workers.handled())} handled of {load.sent}; loads {workers.loads()}",
+    )
+    faults = [at(victim), killed_node_at]
+    duplicates = check(workers, load.sent, faults)
+    print(f"{load.sent} messages, {duplicates} handled twice around the kills")
+
+
+def at(victim: Worker) -> float:
+    assert victim.killed_at is not None
+    return victim.killed_at
+
+
+def recovery(workers: Workers, shards: set[str], since: float) -> float:
+    """The longest time from the fault on in which nothing of one of these partitions was begun."""
+
+    def begun() -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {shard: [since] for shard in shards}
+        for line in workers.lines("B"):
+            if line.at > since and line.shard in shards:
+                found[line.shard].append(line.at)
+        return found
+
+    def read_again() -> bool:
+        # A node's end takes a moment to be noticed, so what counts is work well after it.
+        return all(times[-1] > since + RECOVERED_WITHIN / 3 for times in begun().values())
+
+    wait_until(
+        read_again,
+        RECOVERED_WITHIN,
+        lambda: f"{ {s: t[-1] - since for s, t in begun().items()} }; loads {workers.loads()}",
+    )
+    return max(max(b - a for a, b in itertools.pairwise(times)) for times in begun().values())
+
+
+def check(workers: Workers, sent: int, faults: Sequence[float]) -> int:
+    """All that must hold of what the workers wrote; returns how many messages came twice."""
+    ended = workers.lines("E")
+    assert {line.number for line in ended} == set(range(sent))
+    first_endings: dict[int, Line] = {}
+    for line in ended:
+        first_endings.setdefault(line.number, line)
+    by_key: dict[str, list[int]] = defaultdict(list)
+    for line in first_endings.values():
+        by_key[line.key].append(line.number)
+    for key, numbers in by_key.items():
+        assert numbers == sorted(numbers), f"{key} was handled out of order"
+    again = [line for line in ended if line is not first_endings[line.number]]
+    for line in again:
+        assert any(0 < line.at - fault < 20 for fault in faults), f"{line} is near no kill"
+    times = Counter(line.number for line in ended)
+    assert len(again) <= len(faults) * PARTITIONS * (
+        OPTIONS.store_every_messages + OPTIONS.prefetch
+    )
+    check_one_at_a_time(workers)
+    return sum(count > 1 for count in times.values())
+
+
+def check_one_at_a_time(workers: Workers) -> None:
+    """No partition is worked on by two workers at one time."""
+    spans: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+    for worker in workers.all:
+        begun: dict[int, Line] = {}
+        for line in lines_of(worker.path):
+            if line.what == "B":
+                begun[line.number] = line
+            elif line.what in "EF":
+                beginning = begun.pop(line.number)
+                spans[line.shard].append((beginning.at, line.at, line.worker))
+        for left in begun.values():  # what it was at when it was killed
+            spans[left.shard].append((left.at, worker.killed_at or left.at, left.worker))
+    for shard, all_spans in spans.items():
+        latest_end: dict[str, float] = {}
+        for start, end, name in sorted(all_spans):
+            others = {each: until for each, until in latest_end.items() if each != name}
+            overlap = max(others.values(), default=0.0) - start
+            assert overlap <= 0, f"{shard}: {name} began {overlap:.3f} s before {others} ended"
+            latest_end[name] = max(end, latest_end.get(name, 0.0))
