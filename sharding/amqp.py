@@ -28,9 +28,13 @@ from sharding.errors import Unreachable
 class Session:
     """One open connection. `lost` is done when it is closed, for whatever reason."""
 
-    def __init__(self, connection: AsyncioConnection, lost: asyncio.Future[str]) -> None:
+    def __init__(
+        self, connection: AsyncioConnection, lost: asyncio.Future[str], where: str
+    ) -> None:
         self._connection = connection
         self.lost = lost
+        self.where = where
+        """The address that was dialled, as `host:port`."""
 
     @classmethod
     async def open(cls, parameters: pika.ConnectionParameters, timeout: float) -> Session:
@@ -59,7 +63,7 @@ class Session:
         except BaseException:  # cancelled: nobody else will close the socket
             _abort(connection)
             raise
-        return cls(connection, lost)
+        return cls(connection, lost, _where(parameters))
 
     @property
     def is_open(self) -> bool:

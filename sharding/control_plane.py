@@ -123,6 +123,9 @@ class ControlPlane:
                 attempt = 0
                 self._failed.clear()
                 await self._serve(session)
+                logger.info(
+                    "the map log is followed no more through %s: %s", session.where, self.problem
+                )
                 break
             self.denied = denials == len(addresses)
             attempt += 1
@@ -147,6 +150,7 @@ class ControlPlane:
         self.validated_at = time.monotonic()
         self._connected.set()
         self.counts["connects"] += 1
+        logger.info("the map log is followed through %s", session.where)
         try:
             while True:
                 pause = self.options.poll_interval * _random.uniform(0.8, 1.0)

@@ -1,10 +1,27 @@
-"""What changed between two shard maps, in words, for logs and for people."""
+"""What changed between two shard maps or states, in words, for logs and for people."""
 
 from __future__ import annotations
 
 from sharding.errors import InvalidInput
+from sharding.map_log import State
 from sharding.policy import Policy
 from sharding.shard_map import ShardMap
+
+
+def state_difference(old: State, new: State) -> list[str]:
+    """What changed between two states of the map log, a sentence for each name."""
+    told = [
+        f"the policy {name!r} is {'set' if name in new.policies else 'cleared'}"
+        for name in sorted({*old.policies, *new.policies})
+        if old.policies.get(name) != new.policies.get(name)
+    ]
+    for logical, shard_map in new.maps.items():
+        before = old.maps.get(logical)
+        if before is None:
+            told.append(f"{logical} has {len(shard_map.shards)} shards, epoch {shard_map.epoch}")
+        elif before != shard_map:
+            told.append(f"{logical}: {'; '.join(difference(before, shard_map))}")
+    return [*told, *(f"{name} is sharded no more" for name in old.maps if name not in new.maps)]
 
 
 def difference(old: ShardMap, new: ShardMap) -> list[str]:

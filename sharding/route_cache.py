@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from sharding.errors import InvalidInput, LocalError, OutcomeUnknown, Unreachable, is_retryable
 from sharding.pressure import Pressure
+from sharding.route_difference import told
 from sharding.route_options import RouteOptions
 from sharding.route_state import RouteState
 from sharding.routes import (
@@ -215,8 +216,10 @@ class RouteCache:
             return
         with self._work:
             self._failure = None
-            self._state.answered(findings, time.monotonic())
+            changes = self._state.answered(findings, time.monotonic())
             self._news.notify_all()
+        for sentence in told(changes):
+            logger.info("%s", sentence)
 
     def _arm(self, stream: str) -> None:
         try:

@@ -32,6 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
+from sharding.route_difference import Change
 from sharding.route_options import RouteOptions
 from sharding.route_pacing import ArmQueue, Pause, Rounds, batch
 from sharding.routes import Finding, Kind, Missing, Partitions, StreamRoute, Target, leader_of
@@ -165,18 +166,23 @@ class RouteState:
         self.counters["names_asked"] += len(query)
         return query
 
-    def answered(self, findings: Mapping[str, Finding], now: float) -> None:
-        """The query under way was answered, by name."""
+    def answered(self, findings: Mapping[str, Finding], now: float) -> list[Change]:
+        """The query under way was answered, by name; returns what is otherwise than before."""
         asked, self._in_flight = self._in_flight, frozenset()
+        changes: list[Change] = []
         self._pause.succeeded()
         for target in asked:
             entry = self._entries.get(target)
             if entry is None:
                 continue  # dropped meanwhile
-            if target.name in findings:
-                self._learn(target, entry, findings[target.name], now)
-            else:
+            if (finding := findings.get(target.name)) is None:
                 self._ask_in_round(target, now)
+                continue
+            if entry.finding is not None and entry.finding != finding:
+                changes.append((entry.finding, finding))
+            self._learn(target, entry, finding, now)
+        self.counters["changes"] += len(changes)
+        return changes
 
     def failed(self, now: float) -> None:
         """The query under way failed: its names stay due."""
@@ -304,8 +310,6 @@ class RouteState:
         before, entry.finding = entry.finding, finding
         entry.asked_at = self._asked_at
         changed = before != finding
-        if before is not None and changed:
-            self.counters["changes"] += 1
         was_doubted = entry.doubted
         if target not in self._due:
             entry.doubted = False

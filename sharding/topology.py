@@ -26,7 +26,7 @@ from sharding.control_plane import TopologyOptions as TopologyOptions
 from sharding.counting import Subject
 from sharding.errors import InvalidInput, OutcomeUnknown, StaleMap, Unreachable, WarrenError
 from sharding.manager import Ensured, Manager
-from sharding.map_difference import difference
+from sharding.map_difference import state_difference
 from sharding.map_log import State
 from sharding.members import ClusterView
 from sharding.naming import check_logical_name
@@ -321,12 +321,10 @@ class Topology:
 
     def _on_change(self, old: State, new: State) -> None:
         self._plane.counts["map_changes"] += 1
-        for logical, shard_map in new.maps.items():
-            before = old.maps.get(logical)
-            if before is None:
-                logger.debug("%s has %d shards", logical, len(shard_map.shards))
-            elif before != shard_map:
-                logger.info("%s: %s", logical, "; ".join(difference(before, shard_map)))
+        # What was there before this process is no news, though it is read record by record.
+        level = logging.DEBUG if self._plane.validated_at is None else logging.INFO
+        for sentence in state_difference(old, new):
+            logger.log(level, "%s", sentence)
         for listener in list(self._listeners):
             try:
                 listener(old, new)

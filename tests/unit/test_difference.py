@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from sharding import Address, InvalidInput, Node, ShardKind, ShardMap, difference
+from sharding import Address, InvalidInput, Node, Policy, ShardKind, ShardMap, difference
+from sharding.map_difference import state_difference
+from sharding.map_log import State
 from tests.maps import owner_names, queue_map, stream_map
 
 OLD = queue_map("abc")
@@ -119,3 +121,19 @@ def test_another_kind_is_told() -> None:
 def test_maps_of_different_queues_are_not_compared() -> None:
     with pytest.raises(InvalidInput, match="must be 'images' in both maps; found 'invoices'"):
         difference(OLD, stream_map())
+
+
+def test_change_of_the_log_is_told_by_policy_and_name() -> None:
+    policy = Policy.exactly("images", 1, name="images")
+    empty = State(0, {}, {})
+    one = State(1, {"images": policy}, {"images": queue_map("ab")})
+    two = State(2, {}, {"images": queue_map("abc", epoch=2)})
+    assert state_difference(empty, one) == [
+        "the policy 'images' is set",
+        "images has 2 shards, epoch 1",
+    ]
+    cleared, changed = state_difference(one, two)
+    assert cleared == "the policy 'images' is cleared"
+    assert changed.startswith("images: epoch 1 → 2; node rabbit@c joined")
+    assert state_difference(two, empty) == ["images is sharded no more"]
+    assert state_difference(two, two) == []

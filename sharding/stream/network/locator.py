@@ -219,6 +219,7 @@ class Locator:
                 self._client = client
                 self._server_version = client.server_version
                 self._counters["connects"] += 1
+                logger.info("the cluster is asked through %s", client.node)
         if closing:
             close_all([client], CLOSE_TIMEOUT)
             raise LocalError("the locator is closed")
