@@ -48,6 +48,7 @@ class RowMaker:
     def __init__(self, columns: Sequence[str], small_max: int = _SMALL_MAX) -> None:
         self.schema = pa.schema([(column, _ARROW[column]) for column in columns])
         self._small_max = small_max
+        self._constants: dict[str, tuple[str | int, pa.Array]] = {}
 
     def batches(self, batch: pa.RecordBatch, origin: Origin) -> Iterator[pa.RecordBatch]:
         """`batch` in Spark's schema: one, or several if it is larger than Spark can take."""
@@ -57,13 +58,20 @@ class RowMaker:
 
     def _array(self, batch: pa.RecordBatch, origin: Origin, field: pa.Field) -> pa.Array:
         if field.name in ("stream", "partition", "node"):
-            value = pa.scalar(getattr(origin, field.name), field.type)
-            return pa.repeat(value, batch.num_rows)
+            return self._constant(getattr(origin, field.name), field, batch.num_rows)
         name = _CLIENT_NAMES.get(field.name, field.name)
         if name not in batch.schema.names:  # the key of a raw message
             return pa.nulls(batch.num_rows, field.type)
         array = batch.column(name)
         return array if array.type == field.type else array.cast(field.type)
+
+    def _constant(self, value: str | int, field: pa.Field, count: int) -> pa.Array:
+        """`value`, `count` times: a part of a longer array, which is made again only to grow."""
+        kept, array = self._constants.get(field.name, (None, None))
+        if array is None or kept != value or len(array) < count:
+            array = pa.repeat(pa.scalar(value, field.type), count)
+            self._constants[field.name] = value, array
+        return array.slice(0, count)
 
 
 def _small_enough(batch: pa.RecordBatch, most: int) -> Iterator[pa.RecordBatch]:

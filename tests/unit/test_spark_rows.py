@@ -50,6 +50,13 @@ def test_rows_keep_their_values() -> None:
     assert (row["headers"], row["node"]) == ([("h", "1")], "rmq1:5552")
 
 
+def test_what_all_rows_share_is_right_in_each_batch() -> None:
+    rows = RowMaker(("stream", "partition", "node"))
+    for count, node in ((2, "a"), (5, "a"), (1, "a"), (3, "b"), (5, "b")):
+        (batch,) = rows.batches(client_batch([b"x"] * count), Origin("s-1", 1, node))
+        assert batch.to_pylist() == [{"stream": "s-1", "partition": 1, "node": node}] * count
+
+
 def test_a_raw_message_has_no_key() -> None:
     batch = client_batch([b"x"]).select(["offset", "timestamp", "body"])
     (rows,) = RowMaker(("key", "value")).batches(batch, ORIGIN)
