@@ -110,16 +110,17 @@ class NodeConnection:
                 await control.qos(1)  # any question would do
             if self.session is None:
                 logger.info("connected to %s", self.node)
-                self.session = session
+                self.session, self.trouble = session, ""
                 self._on_change()
             self._on_proof(self.node, sent)
             await asyncio.wait([session.lost], timeout=self._options.heartbeat / 4)
         raise Unreachable(f"{self.node}: the connection was lost: {session.lost.result()}")
 
     def _note(self, error: Exception) -> None:
-        self.trouble = str(error) or "no answer in time"
+        before, self.trouble = self.trouble, str(error) or "no answer in time"
         if isinstance(error, WarrenError | TimeoutError | OSError):
-            logger.info("no connection to %s: %s", self.node, self.trouble)
+            if self.trouble != before:  # it is tried every second
+                logger.info("no connection to %s: %s", self.node, self.trouble)
         else:
             logger.exception("the connection to %s failed, and is tried again", self.node)
 

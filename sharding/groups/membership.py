@@ -51,6 +51,7 @@ class Membership:
         self._channel: GroupChannel | None = None
         self._roster = Roster(me, options.settle_time, options.member_timeout)
         self._joined_at: float | None = None
+        self._trouble = ""
 
     def others(self) -> dict[str, frozenset[str]]:
         return self._roster.held_by_others(self._clock())
@@ -69,10 +70,7 @@ class Membership:
             try:
                 await self._take_part()
             except Exception as error:  # nothing may end this task: nobody would notice
-                if isinstance(error, WarrenError | TimeoutError | OSError):
-                    logger.info("the other workers can't be heard: %s", error or "no answer")
-                else:
-                    logger.exception("the other workers can't be heard")
+                self._note(error)
             self._channel = None
             await self._side.drop()
             await asyncio.sleep(self._options.announce_interval / 4)
@@ -90,7 +88,7 @@ class Membership:
             queue = (await channel.declare("", exclusive=True)).name
             await channel.bind(queue, self._exchange, "")
             await channel.consume(queue, lambda message: self._hear(message.body), no_ack=True)
-        self._channel = channel
+        self._channel, self._trouble = channel, ""
         if self._joined_at is None:
             self._joined_at = self._clock()
         self.announce(Kind.HELLO)
@@ -98,6 +96,13 @@ class Membership:
             await asyncio.wait([channel.closed], timeout=self._options.announce_interval)
             self.announce()
         raise channel_lost(channel)
+
+    def _note(self, error: Exception) -> None:
+        before, self._trouble = self._trouble, str(error) or "no answer in time"
+        if not isinstance(error, WarrenError | TimeoutError | OSError):
+            logger.exception("the other workers can't be heard")
+        elif self._trouble != before:  # it is tried several times a second
+            logger.info("the other workers can't be heard: %s", self._trouble)
 
     def _hear(self, body: bytes) -> None:
         if self._roster.hear(body, self._clock()):

@@ -113,9 +113,9 @@ class ConsumerGroup:
 
         Raises what makes it useless to go on: too many handlers that hang, a queue without locks.
         """
-        if self._thread is None:
-            self.start()
         with stopping_on_signals(self._stop_request.ask):
+            if self._thread is None:
+                self.start()
             self._stop_request.wait()
         self.stop()
         failure = self._failure or (self._workshop.failure if self._workshop else None)

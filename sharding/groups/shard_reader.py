@@ -51,12 +51,14 @@ class ShardReader:
     def __init__(
         self,
         shard: str,
+        node: str,
         channel: GroupChannel,
         bench: Bench,
         dead_letters: DeadLetters | None,
         counters: Counter[str],
     ) -> None:
         self.shard = shard
+        self.node = node
         self.channel = channel
         self._bench = bench
         self._dead_letters = dead_letters

@@ -159,10 +159,9 @@ class Steward:
                 self._on_proof,
             )
             self._nodes[node] = connection, asyncio.create_task(connection.run())
-        used = {self._homes.get(shard) for shard in self.held()} | set(self._homes.values())
-        if not self._leaving:  # what is about to be left still needs its connection
-            for node in self._nodes.keys() - used:
-                self._nodes.pop(node)[1].cancel()
+        used = {reader.node for reader in self._readers.values()} | set(self._homes.values())
+        for node in self._nodes.keys() - used:
+            self._nodes.pop(node)[1].cancel()
 
     def _reachable(self, now: float) -> frozenset[str]:
         """Shards whose node answers, without those that did not when they were asked for."""
@@ -200,8 +199,8 @@ class Steward:
 
     def _on_proof(self, node: str, sent: float) -> None:
         self._proofs[node] = sent
-        for shard in self._readers:
-            if self._homes.get(shard) == node:
+        for shard, reader in self._readers.items():
+            if reader.node == node:
                 self._bench.set_lease(shard, sent + self._options.heartbeat)
 
     # Taking and leaving.
@@ -217,7 +216,9 @@ class Steward:
         try:
             async with asyncio.timeout(self._options.answer_timeout):
                 channel = await session.channel()
-                reader = ShardReader(shard, channel, self._bench, self._dead_letters, self.counters)
+                reader = ShardReader(
+                    shard, node, channel, self._bench, self._dead_letters, self.counters
+                )
                 await reader.start(
                     session,
                     self._options,
