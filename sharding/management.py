@@ -18,12 +18,15 @@ _LONGEST_REASON = 4_096
 
 class NoAnswer(RemoteError, ConnectionError):
     """The API did not answer, or refused; `status` is the HTTP status where there was one, and
-    `reason` what the broker said to it."""
+    `reason` what the broker said to it. `in_time` is false if the time was up."""
 
-    def __init__(self, text: str, status: int | None = None, reason: str = "") -> None:
+    def __init__(
+        self, text: str, status: int | None = None, reason: str = "", in_time: bool = True
+    ) -> None:
         super().__init__(text)
         self.status = status
         self.reason = reason
+        self.in_time = in_time
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,11 @@ class Management:
                 what = f"{method} {self.url}/api/{quoted}: {error.code} {reason}"
                 raise NoAnswer(what, error.code, reason) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise NoAnswer(f"{method} {self.url}/api/{quoted}: {error}") from None
+            # While connecting, urllib wraps it.
+            cause = getattr(error, "reason", error)
+            in_time = not isinstance(cause, TimeoutError)
+            what = f"{method} {self.url}/api/{quoted}: {error}"
+            raise NoAnswer(what, in_time=in_time) from None
 
     def _authorization(self) -> str:
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()

@@ -50,7 +50,8 @@ def judge(dealt: Dealt, nodes: int) -> list[Finding]:
         return []
     is_balancer = len(seen) > 1 or dealt.is_own_address is False
     if not is_balancer:
-        return [ok("balancer", subject, "a way to the node", "it is the node's own address")]
+        found = "it is the node's own address" if dealt.is_own_address else "one node answers"
+        return [ok("balancer", subject, "a way to the node", found)]
     wanted = "a balancer that leads to every node"
     reached = ", ".join(f"{node} {times}×" for node, times in seen.most_common())
     fix = (

@@ -36,6 +36,7 @@ class ClusterSeen:
 
     nodes: tuple[NodeSeen, ...] = ()
     problem: str = ""
+    in_time: bool = True
 
     @property
     def running(self) -> tuple[NodeSeen, ...]:
@@ -47,7 +48,7 @@ def look_at(api: Management, timeout: float) -> ClusterSeen:
         listeners = api.get("overview", timeout=timeout).get("listeners", [])
         nodes = api.get("nodes", timeout=timeout)
     except NoAnswer as error:
-        return ClusterSeen(problem=error.reason or str(error))
+        return ClusterSeen(problem=error.reason or str(error), in_time=error.in_time)
     return cluster_from(nodes, listeners)
 
 

@@ -7,6 +7,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+SILENCE = (
+    "Look for a node that hangs or is overloaded ('rabbitmqctl cluster_status' tells of alarms and "
+    "partitions), then try again; one hanging node keeps the others from answering too."
+)
+"""What to do when no answer comes in time."""
+
 
 class Verdict(StrEnum):
     OK = "ok"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sharding.doctor.cluster_view import ClusterSeen
-from sharding.doctor.findings import Finding, ok, problem
+from sharding.doctor.findings import SILENCE, Finding, ok, problem
 from sharding.doctor.places import Place, Protocol
 
 
@@ -47,8 +47,7 @@ def judge(rights: Rights) -> list[Finding]:
     place = rights.place
     subject = f"user {place.user!r} at {place}"
     if rights.failure:
-        fix = "See what the broker's log says of this user's connection."
-        return [problem("permissions", subject, "an answer", rights.failure, fix)]
+        return [problem("permissions", subject, "an answer", rights.failure, SILENCE)]
     findings = [
         problem(
             "permissions",
@@ -85,6 +84,7 @@ def judge_monitoring(place: Place, cluster: ClusterSeen) -> list[Finding]:
     wanted = "the tag monitoring, to see the nodes"
     subject = f"user {place.user!r} at {place}"
     if cluster.problem:
-        fix = f"Run 'rabbitmqctl set_user_tags {place.user} monitoring' on a node."
+        tag = f"Run 'rabbitmqctl set_user_tags {place.user} monitoring' on a node."
+        fix = tag if cluster.in_time else SILENCE
         return [problem("permissions", subject, wanted, cluster.problem, fix)]
     return [ok("permissions", subject, wanted, f"{len(cluster.nodes)} nodes are shown")]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pika
@@ -26,6 +30,7 @@ from sharding.stream.network.transport import Transport
 _HELLO = b"AMQP\x00\x00\x09\x01"
 _TLS_ALERT = b"\x15\x03"
 _LOGIN_REFUSED, _VHOST_REFUSED = 403, 530
+_QUESTIONS = 4
 
 
 def probe(place: Place, timeout: float) -> Reached:
@@ -47,6 +52,8 @@ def probe(place: Place, timeout: float) -> Reached:
         return Reached(place, Step.TLS, str(error))
     try:
         stranger = _stranger(transport, timeout) if place.protocol is Protocol.AMQP else None
+    except TimeoutError as error:
+        return Reached(place, Step.ANSWER, str(error))
     except ConnectionLost as error:
         stranger = str(error)
     finally:
@@ -64,7 +71,7 @@ def _stranger(transport: Transport, timeout: float) -> str | None:
     while (count := transport.receive_into(memoryview(buffer))) is None:
         left = deadline - time.monotonic()
         if left <= 0 or not transport.wait(left, to_receive=True):
-            return f"no answer to AMQP's greeting within {timeout:g} s"
+            raise TimeoutError(f"no answer to AMQP's greeting within {timeout:g} s")
     answer = bytes(buffer[:count])
     if answer.startswith(b"\x01"):
         return None
@@ -78,7 +85,32 @@ def _stranger(transport: Transport, timeout: float) -> str | None:
 # AMQP
 
 
-def open_amqp(place: Place, timeout: float) -> pika.BlockingConnection:
+@contextmanager
+def amqp_connection(place: Place, timeout: float) -> Iterator[pika.BlockingConnection]:
+    """An open connection that is ended, in use or not, after a few times `timeout`.
+
+    pika waits for answers without end, and a broker may hold one back as long as a node hangs.
+    """
+    connection = _open_amqp(place, timeout)
+    insides: Any = connection
+    end = threading.Timer(_QUESTIONS * timeout, _shut_down, [insides._impl._transport._sock])
+    end.daemon = True
+    end.start()
+    try:
+        yield connection
+    finally:
+        with suppress(pika.exceptions.AMQPError):
+            if connection.is_open:
+                connection.close()
+        end.cancel()
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with suppress(OSError):  # closed already
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _open_amqp(place: Place, timeout: float) -> pika.BlockingConnection:
     given = place.amqp
     parameters = pika.ConnectionParameters(
         host=given.host,
@@ -97,8 +129,15 @@ def open_amqp(place: Place, timeout: float) -> pika.BlockingConnection:
 
 
 def _probe_amqp(place: Place, timeout: float) -> Reached:
+    said: dict[str, Any] = {}
+    token = ""
     try:
-        connection = open_amqp(place, timeout)
+        with amqp_connection(place, timeout) as connection:
+            insides: Any = connection
+            said = insides._impl.server_properties or {}
+            # Who may not publish is not told; permissions are another check.
+            with suppress(pika.exceptions.AMQPError):
+                token = _token(connection)
     except pika.exceptions.AMQPError as error:
         code, text = _why(error)
         if code == _LOGIN_REFUSED or isinstance(error, pika.exceptions.ProbableAuthenticationError):
@@ -106,15 +145,6 @@ def _probe_amqp(place: Place, timeout: float) -> Reached:
         if code == _VHOST_REFUSED or isinstance(error, pika.exceptions.ProbableAccessDeniedError):
             return Reached(place, Step.VHOST, text)
         return Reached(place, Step.PROTOCOL, text)
-    insides: Any = connection
-    said = insides._impl.server_properties or {}
-    try:
-        token = _token(connection)
-    except pika.exceptions.AMQPError:  # nothing may be published: permissions are another check
-        token = ""
-    finally:
-        if connection.is_open:
-            connection.close()
     product, version = str(said.get("product", "")), str(said.get("version", ""))
     return Reached(place, product=product, version=version, node=token)
 
@@ -168,7 +198,8 @@ def _probe_stream(place: Place, timeout: float) -> Reached:
     except AccessRefused as error:
         return Reached(place, Step.VHOST, str(error))
     except WarrenError as error:
-        return Reached(place, Step.PROTOCOL, str(error))
+        step = Step.ANSWER if isinstance(error.__cause__, TimeoutError) else Step.PROTOCOL
+        return Reached(place, step, str(error))
     try:
         version = ".".join(map(str, client.server_version))
         return Reached(place, version=version, node=str(client.node))
@@ -186,6 +217,7 @@ def _probe_management(place: Place, timeout: float) -> Reached:
         version, node = str(overview["rabbitmq_version"]), str(overview.get("node", ""))
     except NoAnswer as error:
         step = Step.LOGIN if error.status in (401, 403) else Step.PROTOCOL
+        step = step if error.in_time else Step.ANSWER
         return Reached(place, step, error.reason or str(error))
     except (AttributeError, KeyError, TypeError):
         return Reached(place, Step.PROTOCOL, "an answer that is not RabbitMQ's")

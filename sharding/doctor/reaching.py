@@ -1,7 +1,8 @@
 """How far a place lets us in: a ladder of steps, and what to do about each one that breaks.
 
-The name resolves, the port answers, TLS is trusted, the protocol is spoken, the login works, the
-virtual host opens. What is above a broken step is not tried. Pure; `probing` climbs it.
+The name resolves, the port answers, TLS is trusted, somebody answers, in the right protocol, the
+login works, the virtual host opens. What is above a broken step is not tried. Pure; `probing`
+climbs it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from sharding.doctor.findings import Finding, ok, problem
+from sharding.doctor.findings import SILENCE, Finding, ok, problem
 from sharding.doctor.places import Place, Protocol
 
 
@@ -17,6 +18,8 @@ class Step(Enum):
     NAME = "name"
     PORT = "port"
     TLS = "TLS"
+    ANSWER = "answer"
+    """It is silent: who or what it is can't be said."""
     PROTOCOL = "protocol"
     LOGIN = "login"
     VHOST = "virtual host"
@@ -43,6 +46,7 @@ _WANTED = {
     Step.NAME: "a name that resolves",
     Step.PORT: "a port that answers",
     Step.TLS: "a certificate that this machine trusts",
+    Step.ANSWER: "an answer in time",
     Step.PROTOCOL: "a broker that speaks {protocol}",
     Step.LOGIN: "a login of user {user!r} that is accepted",
     Step.VHOST: "a virtual host {vhost!r} that opens for user {user!r}",
@@ -58,6 +62,7 @@ _FIXES = {
     "the firewall between here and there.",
     Step.TLS: "Name the authority's file in SSL_CERT_FILE and the host as the certificate does, "
     "or use the URL without TLS if the port has none.",
+    Step.ANSWER: SILENCE,
     Step.PROTOCOL: "Give the URL of the {protocol} port, {port}; with TLS the URL begins with "
     "{secure}.",
     Step.LOGIN: "Correct user and password (in a URL / # ? are written %2F %23 %3F); "

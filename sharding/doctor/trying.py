@@ -11,7 +11,7 @@ from pika.adapters.blocking_connection import BlockingChannel, BlockingConnectio
 
 from sharding.doctor.permissions import Right, Rights
 from sharding.doctor.places import Place
-from sharding.doctor.probing import open_amqp, open_stream
+from sharding.doctor.probing import amqp_connection, open_stream
 from sharding.errors import WarrenError
 from sharding.stream.errors import AccessRefused, StreamRefused
 from sharding.stream.frames.admin_requests import Create, Delete
@@ -33,20 +33,15 @@ _LISTING_PAUSE = 0.1
 def try_amqp(place: Place, scratch: str, timeout: float) -> Rights:
     """Declare, bind, publish and consume."""
     try:
-        connection = open_amqp(place, timeout)
+        with amqp_connection(place, timeout) as connection:
+            refused = _refusals(connection, scratch)
+            no_stream = None
+            if Right.CONFIGURE not in refused:
+                no_stream = _refusal(connection, lambda channel: _stream_queue(channel, scratch))
+            return Rights(place, scratch, refused, no_stream or "")
     except pika.exceptions.AMQPError as error:
-        return Rights(place, scratch, failure=type(error).__name__)
-    try:
-        refused = _refusals(connection, scratch)
-        no_stream = ""
-        if Right.CONFIGURE not in refused:
-            no_stream = _refusal(connection, lambda channel: _stream_queue(channel, scratch)) or ""
-        return Rights(place, scratch, refused, no_stream)
-    except pika.exceptions.AMQPError as error:
-        return Rights(place, scratch, failure=f"{type(error).__name__}: {error}")
-    finally:
-        if connection.is_open:
-            connection.close()
+        why = f"{type(error).__name__} while {scratch!r} was tried; a part of it may be left"
+        return Rights(place, scratch, failure=why)
 
 
 def _refusals(connection: BlockingConnection, scratch: str) -> dict[Right, str]:

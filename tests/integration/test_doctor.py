@@ -208,7 +208,7 @@ def test_silent_peer_is_given_up_in_time() -> None:
         host, port = silent.address
         found = examine(places_from([f"amqp://guest:{SECRET}@{host}:{port}"], [], []), timeout=0.5)
         assert time.monotonic() - began < 5
-    assert found[0].check == "protocol"
+    assert found[0].check == "answer"
     assert "within 0.5 s" in found[0].found
 
 
