@@ -149,8 +149,11 @@ class StreamConsumerGroup:
         """Finish what is running, hand over the rest; whether it was finished within `timeout`.
 
         A handler that is still at work then is left alone, and its message goes to another worker.
+        Called in a handler it only asks for the stop, which `run()` or another thread carries out.
         """
         self._request.ask()
+        if self._parts is not None and self._parts.workshop.in_handler:
+            return False
         with self._ending:
             if self._closed:
                 return True
@@ -248,8 +251,8 @@ class _Parts:
 
     def end(self, timeout: float) -> bool:
         """In this order: what hands over needs handlers to end and letters to be stored."""
-        finished = self.steward.leave_all(self._clock() + timeout)
-        self.workshop.stop(0)
+        handed_over = self.steward.leave_all(self._clock() + timeout)
+        finished = self.workshop.stop(0) and handed_over
         self.letters.close(1)
         self.members.close(_LEAVE_TIMEOUT)
         return finished

@@ -1,0 +1,224 @@
+"""A partition changes hands: the broker's question waits for what is in hand, not for its thread.
+
+The stream and its connection are in memory; threads, time and handlers are real.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from sharding.groups.delivery import Dead, Delivery
+from sharding.groups.options import Retry
+from sharding.groups.stream_changes import Begins, Changes, Ends, Lost
+from sharding.groups.stream_counts import Counts
+from sharding.groups.stream_options import StreamGroupOptions
+from sharding.groups.stream_partition import PartitionReader, Shared
+from sharding.groups.workshop import Workshop
+from sharding.stream.consuming.inbox import Inbox, Lane
+from sharding.stream.errors import StreamNotFound, refusal
+from sharding.stream.protocol import NEXT, Code, OffsetSpec
+from tests.cluster import wait_until
+from tests.unit.fake_streams import FakeCluster
+
+COUNTED = ("taken", "released", "lost", "late_handovers", "losses", "stores", "dead_lettered")
+PATIENCE = 10
+
+
+class Burials:
+    """Stores a letter when it is told to."""
+
+    def __init__(self) -> None:
+        self.letters: list[tuple[Delivery, Dead, Callable[[], None]]] = []
+
+    def bury(
+        self,
+        delivery: Delivery,
+        dead: Dead,
+        then: Callable[[], None],
+        still: Callable[[], bool],  # noqa: ARG002
+    ) -> None:
+        self.letters.append((delivery, dead, then))
+
+    def store_all(self) -> None:
+        for _, dead, then in self.letters:
+            then()
+            dead.buried()
+
+
+class Worker:
+    """A reader of the fake cluster's stream; message 3 is at work until `let_go` is set."""
+
+    def __init__(self, *sizes: int, slow: int = 3, **options: Any) -> None:
+        self.cluster = FakeCluster(*sizes)
+        self.handled: list[int] = []
+        self.begun = threading.Event()
+        self.let_go = threading.Event()
+        self.burials = Burials()
+        self._slow = slow
+        chosen = StreamGroupOptions(store_every_seconds=1e6, **options)
+        self.workshop = Workshop(self._handle, chosen)
+        self.counts = Counts(COUNTED)
+        self.shared = Shared(
+            replace(self.cluster.access, clock=time.monotonic),
+            chosen,
+            chosen.reading("joe"),
+            self.workshop,
+            self.burials,
+            self.counts,
+            lambda: None,
+        )
+        self.reader = PartitionReader("s", self.shared)
+        self.reader.start()
+        wait_until(lambda: self.cluster.clients and self.client.subscribed, PATIENCE)
+
+    @property
+    def client(self) -> Any:
+        return self.cluster.client
+
+    @property
+    def stored(self) -> int | None:
+        return self.cluster.stream.stored.get("joe")
+
+    def take_turn(self) -> None:
+        self.client.make_active(0, True)
+        wait_until(lambda: self.reader.active, PATIENCE)
+
+    def _handle(self, delivery: Delivery) -> None:
+        offset = cast(int, delivery.offset)
+        if offset == self._slow and not self.let_go.is_set():
+            self.begun.set()
+            assert self.let_go.wait(PATIENCE)
+        if delivery.body == b"666":
+            raise ValueError("poison")
+        self.handled.append(offset)
+
+    def close(self) -> None:
+        self.let_go.set()
+        self.reader.stop(time.monotonic() + PATIENCE)
+        assert self.reader.join(time.monotonic() + PATIENCE)
+        self.workshop.stop(1)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Worker]]:
+    made: list[Worker] = []
+
+    def new(*sizes: int, **options: Any) -> Worker:
+        made.append(Worker(*sizes, **options))
+        return made[-1]
+
+    yield new
+    for worker in made:
+        worker.close()
+
+
+def test_the_answer_waits_for_what_is_at_work_and_the_offset_is_stored_before_it(
+    make: Callable[..., Worker],
+) -> None:
+    worker = make(10)
+    worker.take_turn()
+    assert worker.begun.wait(PATIENCE)
+    stored_at_answer: list[int | None] = []
+    asked = worker.client.handlers[0].on_activity(False)
+    asked.add_done_callback(lambda _: stored_at_answer.append(worker.stored))
+    assert not asked.done(), "the reading thread got a future at once, and no answer yet"
+    worker.let_go.set()
+    assert asked.result(PATIENCE) == NEXT
+    assert worker.handled == [0, 1, 2, 3], "what was not begun is another's"
+    assert stored_at_answer == [3]
+    wait_until(lambda: not worker.reader.active, PATIENCE)
+    assert worker.counts.all()["released"] == 1
+
+
+def test_a_handler_that_takes_too_long_is_not_waited_for(make: Callable[..., Worker]) -> None:
+    worker = make(10, handover_timeout=0.2)
+    worker.take_turn()
+    assert worker.begun.wait(PATIENCE)
+    asked = worker.client.handlers[0].on_activity(False)
+    assert asked.result(PATIENCE) == NEXT
+    assert worker.stored == 2, "the one at work is not passed"
+    assert worker.counts.all()["late_handovers"] == 1
+
+
+def test_a_new_turn_goes_on_after_what_others_stored_and_after_what_was_handled_here(
+    make: Callable[..., Worker],
+) -> None:
+    worker = make(10, slow=-1)
+    worker.take_turn()
+    wait_until(lambda: worker.handled == list(range(10)), PATIENCE)
+    worker.client.make_active(0, False)
+    wait_until(lambda: not worker.reader.active, PATIENCE)
+    worker.cluster.stream.stored["joe"] = 4  # as after a leader that had not replicated it yet
+    worker.cluster.stream.append(5)
+    worker.take_turn()
+    wait_until(lambda: worker.handled == list(range(15)), PATIENCE)
+    assert worker.client.answered[-1] == (True, OffsetSpec.at(10))
+
+
+def test_a_lost_connection_ends_the_turn_without_storing(make: Callable[..., Worker]) -> None:
+    worker = make(10)
+    worker.take_turn()
+    assert worker.begun.wait(PATIENCE)
+    stored = worker.stored
+    worker.client.lose()
+    wait_until(lambda: worker.workshop.counters["requeued"] == 6, PATIENCE)
+    worker.let_go.set()
+    wait_until(lambda: worker.counts.all()["lost"] == 1, PATIENCE)
+    assert worker.stored == stored, "another may have stored a later one by now"
+    assert worker.handled == [0, 1, 2, 3]
+
+
+def test_an_offset_passes_a_dead_letter_only_when_that_is_stored(
+    make: Callable[..., Worker],
+) -> None:
+    worker = make(666, 3, slow=-1, store_every_messages=1, retry=Retry(attempts=1))
+    worker.take_turn()
+    wait_until(lambda: worker.burials.letters, PATIENCE)
+    wait_until(lambda: worker.stored == 665, PATIENCE, lambda: f"stored {worker.stored}")
+    worker.burials.store_all()
+    wait_until(lambda: worker.stored == 668, PATIENCE, lambda: f"stored {worker.stored}")
+
+
+def test_a_stream_that_is_gone_ends_the_reader_with_that(make: Callable[..., Worker]) -> None:
+    worker = make(10, slow=-1)
+    worker.take_turn()
+    worker.cluster.no_stream = refusal("Route", Code.NO_SUCH_STREAM, "s")
+    worker.client.lose()
+    worker.cluster.run()
+    wait_until(lambda: not worker.reader.alive, PATIENCE)
+    assert isinstance(worker.reader.failure, StreamNotFound)
+
+
+class TestChanges:
+    def changes(self) -> tuple[Changes, list[None]]:
+        woken: list[None] = []
+        lane, inbox = Lane("s"), Inbox(10)
+        return Changes(lane, inbox, lambda: woken.append(None)), woken
+
+    def test_are_taken_in_the_order_they_came(self) -> None:
+        changes, woken = self.changes()
+        begins = changes.changed(True, cast(Any, None), lambda _: None)
+        ends = changes.changed(False, cast(Any, None), lambda _: None)
+        changes.ended()
+        assert len(woken) == 3
+        first, second, third = (changes.next() for _ in range(3))
+        assert isinstance(first, Begins)
+        assert first.answer is begins
+        assert second == Ends(cast(Future[OffsetSpec], ends))
+        assert third == Lost()
+        assert changes.next() is None
+
+    def test_are_answered_at_once_when_nobody_takes_them_any_more(self) -> None:
+        changes, _ = self.changes()
+        waiting = changes.changed(False, cast(Any, None), lambda _: None)
+        changes.close()
+        assert isinstance(waiting, Future)
+        assert waiting.result(0) == NEXT
+        assert changes.changed(True, cast(Any, None), lambda _: None) == NEXT
