@@ -49,7 +49,7 @@ class Messages:
             return list(map(encode_data, self.bodies))
         if self.plain and self.keys is not None:
             return [
-                encode_data(body) if key is None else _head(key) + encode_data(body)
+                encode_data(body) if key is None else _kept_head(key) + encode_data(body)
                 for key, body in zip(self.keys, self.bodies, strict=True)
             ]
         nothing: Sequence[None] = (None,) * len(self.bodies)
@@ -70,10 +70,12 @@ class Messages:
         ]
 
 
-@lru_cache(4_096)
-def _head(key: Key) -> bytes:
-    """What stands before the body in a message with this key; most keys come again and again."""
+def head_of(key: Key) -> bytes:
+    """What stands before the data section in a message of this key and a body."""
     return encode_message(b"", key=_text(key)).removesuffix(encode_data(b""))
+
+
+_kept_head = lru_cache(4_096)(head_of)  # most keys come again and again
 
 
 def _text(key: Key) -> str:

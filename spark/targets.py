@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sharding.stream.errors import StreamNotFound
 from sharding.stream.protocol import Code
@@ -12,8 +13,11 @@ from spark.connections import environment
 from spark.errors import without_secrets
 from spark.option_values import BadOption, OptionValues
 from spark.options import ConnectOptions
-from spark.senders import Sender, StreamSender, producer_options
-from spark.write_options import WriteOptions
+from spark.senders import BoundSender, HashSender, Sender, StreamSender, producer_options
+from spark.write_options import Routing, WriteOptions
+
+if TYPE_CHECKING:
+    from sharding.stream.producing.producer import Producer
 
 CLOSE_TIMEOUT = 2.0
 
@@ -64,15 +68,21 @@ def sender_to(
         with _queue_sender(connect, options, target) as sender:
             yield sender
         return
-    with environment(connect) as found:
-        partitioning = options.routing if options.kind == "superStream" else "hash"
-        producer = found.producer(
-            options.name, producer_options(options), partitioning=partitioning
-        )
-        try:
-            yield StreamSender(producer, options)
-        finally:
-            producer.close(CLOSE_TIMEOUT)
+    with environment(connect) as found, ExitStack() as opened:
+
+        def open_producer(name: str, partitioning: Routing = "hash") -> Producer:
+            producer = found.producer(name, producer_options(options), partitioning=partitioning)
+            opened.callback(producer.close, CLOSE_TIMEOUT)
+            return producer
+
+        if options.kind == "stream":
+            yield StreamSender(open_producer(options.name), options)
+        elif options.routing == "broker":
+            yield BoundSender(open_producer(options.name, "broker"), options)
+        else:
+            # Asked for by each task, not by the driver: partitions may be added while a query runs.
+            streams = found.partitions(options.name)
+            yield HashSender([open_producer(stream) for stream in streams], options)
 
 
 @contextmanager
