@@ -16,6 +16,7 @@ import pika.channel
 import pika.exceptions
 from pika.adapters.asyncio_connection import AsyncioConnection
 
+from sharding.amqp_channel import ACCESS_REFUSED as ACCESS_REFUSED
 from sharding.amqp_channel import REPLY_TO as REPLY_TO
 from sharding.amqp_channel import Channel as Channel
 from sharding.amqp_channel import Declared as Declared

@@ -14,6 +14,8 @@ import pika.exceptions
 from sharding.errors import RemoteError, Unreachable
 
 REPLY_TO = "amq.rabbitmq.reply-to"
+ACCESS_REFUSED = 403
+"""A right is missing, or a queue is in exclusive use by another."""
 
 
 class Refused(RemoteError):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import pika
 
+from sharding.amqp import ACCESS_REFUSED, Refused
 from sharding.errors import WarrenError
 from sharding.groups.announcements import Announcement, Kind, Roster
 from sharding.groups.connections import SideConnection
@@ -29,7 +30,9 @@ def exchange_of(logical: str) -> str:
 
 
 class Membership:
-    """`held` says what to announce; `on_heard` is called when the others may have changed."""
+    """`held` says what to announce; `on_heard` is called when the others may have changed, and
+    `on_no_right` when the user may not take part.
+    """
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class Membership:
         clock: Callable[[], float],
         held: Callable[[], frozenset[str]],
         on_heard: Callable[[], None],
+        on_no_right: Callable[[Refused], None],
     ) -> None:
         self._side = side
         self._exchange = exchange_of(logical)
@@ -48,6 +52,7 @@ class Membership:
         self._clock = clock
         self._held = held
         self._on_heard = on_heard
+        self._on_no_right = on_no_right
         self._channel: GroupChannel | None = None
         self._roster = Roster(me, options.settle_time, options.member_timeout)
         self._joined_at: float | None = None
@@ -71,6 +76,8 @@ class Membership:
                 await self._take_part()
             except Exception as error:  # nothing may end this task: nobody would notice
                 self._note(error)
+                if isinstance(error, Refused) and error.code == ACCESS_REFUSED:
+                    self._on_no_right(error)
             self._channel = None
             await self._side.drop()
             await asyncio.sleep(self._options.announce_interval / 4)

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from sharding.amqp import Message, Refused
+from sharding.amqp import ACCESS_REFUSED, Message, Refused
 from sharding.errors import RemoteError, WarrenError
 from sharding.groups.dead_letters import DeadLetters
 from sharding.groups.delivery import NO_HEADERS, Dead, Delivery, Done, OnDone, Outcome
@@ -24,9 +24,13 @@ from sharding.groups.transport import GroupChannel, GroupSession
 
 logger = logging.getLogger("warren.groups")
 
-IN_USE = 403
 LONGEST_PAUSE = 5.0
 """Between two attempts to store a dead letter."""
+
+
+def is_in_use(error: Refused) -> bool:
+    """Whether another reads the shard; the broker says the same code where a right is missing."""
+    return error.code == ACCESS_REFUSED and "exclusive use" in error.text
 
 
 class NotLockable(WarrenError):
@@ -118,7 +122,7 @@ class ShardReader:
             await second.qos(1)
             await second.consume(self.shard, lambda _: None, exclusive=True)
         except Refused as error:
-            if error.code == IN_USE:
+            if is_in_use(error):
                 return
             raise
         finally:

@@ -14,15 +14,16 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from sharding.amqp import Refused
+from sharding.amqp import ACCESS_REFUSED, Refused
 from sharding.errors import WarrenError
 from sharding.groups.announcements import Kind
 from sharding.groups.connections import Dialer, NodeConnection, SideConnection
 from sharding.groups.dead_letters import DeadLetters
+from sharding.groups.delivery import GroupFailed
 from sharding.groups.fair_share import decide, in_hashed_order
 from sharding.groups.membership import Membership
 from sharding.groups.options import GroupOptions
-from sharding.groups.shard_reader import IN_USE, Bench, NotLockable, ShardReader
+from sharding.groups.shard_reader import Bench, NotLockable, ShardReader, is_in_use
 from sharding.shard_map import ShardMap
 
 logger = logging.getLogger("warren.groups")
@@ -72,7 +73,14 @@ class Steward:
             None if queue is None else DeadLetters(queue, self._side, options.answer_timeout)
         )
         self._membership = Membership(
-            self._side, logical, me, options, clock, self.held, self.look_again
+            self._side,
+            logical,
+            me,
+            options,
+            clock,
+            self.held,
+            on_heard=self.look_again,
+            on_no_right=self._on_no_right,
         )
 
     def held(self) -> frozenset[str]:
@@ -249,9 +257,11 @@ class Steward:
         self._membership.announce()
 
     def _on_refused(self, shard: str, error: Refused) -> None:
-        if error.code != IN_USE:
+        if not is_in_use(error):
             self._away.add(shard)
             logger.info("%r can't be taken now: %s", shard, error)
+            if error.code == ACCESS_REFUSED:
+                self._on_no_right(error)
             return
         self.counters["refused"] += 1
         self._refusals[shard] += 1
@@ -261,6 +271,14 @@ class Steward:
                 "this group, or a worker that hangs",
                 shard,
             )
+
+    def _on_no_right(self, error: Refused) -> None:
+        """A right that is missing stays missing: a worker that only tries again helps nobody."""
+        self._failure = GroupFailed(
+            f"the broker refuses a right that a worker needs: {error.text}; "
+            "docs/groups.md lists them"
+        )
+        self.look_again()
 
     def _on_closed(self, shard: str, reader: ShardReader) -> None:
         """The channel is closed, by us or not: the shard is not ours any more."""

@@ -462,6 +462,35 @@ def test_a_queue_that_accepts_two_exclusive_consumers_is_refused(
         group.run()
 
 
+def test_a_missing_right_ends_the_worker_and_is_named(cluster: Cluster, images: str) -> None:
+    node, user = cluster.nodes[0], f"user-{images}"
+    may_read = rf"^(sharding: {images} - .*|warren\.shard-maps)$"
+    groups = rf"^(warren\.group\.{images}|amq\.gen-.*)$"
+    node.management.call("PUT", "users", user, body={"password": "secret-word", "tags": ""})
+    url = node.endpoint.amqp_url.replace("guest:guest", f"{user}:secret-word")
+    try:
+        for rights, named in [
+            ({"configure": "^$", "write": "^$", "read": may_read}, f"warren.group.{images}"),
+            (
+                {
+                    "configure": groups,
+                    "write": groups,
+                    "read": groups[:-2] + r"|warren\.shard-maps)$",
+                },
+                f"sharding: {images}",
+            ),
+        ]:
+            node.management.call("PUT", "permissions", "/", user, body=rights)
+            with Topology(url) as limited:
+                group = ConsumerGroup(limited, images, lambda _: None)
+                with pytest.raises(GroupFailed, match="refuses a right") as caught:
+                    group.run()
+            assert named in str(caught.value)
+            assert "secret-word" not in str(caught.value)
+    finally:
+        node.management.call("DELETE", "users", user)
+
+
 def test_asynchronous_workers_share_with_others(
     cluster: Cluster, topology: Topology, images: str
 ) -> None:
