@@ -49,8 +49,12 @@ def worker(
     verbose: Annotated[bool, typer.Option("--verbose", help="Say what changes, and why.")] = False,
     url: Urls = LOCAL_BROKER,
     stream_url: Annotated[
-        str, typer.Option(envvar="WARREN_STREAM_URL", help="Where streams are.")
-    ] = LOCAL_STREAMS,
+        list[str],
+        typer.Option(envvar="WARREN_STREAM_URL", help="Where streams are; several for failover."),
+    ] = [LOCAL_STREAMS],  # noqa: B006 - typer copies it
+    offset: Annotated[
+        str, typer.Option(help="Where a new group of a stream begins: first, last or next.")
+    ] = "first",
     management: ManagementUrls = [],  # noqa: B006 - typer copies it
 ) -> None:
     """Handle the messages of a logical queue or a stream, together with other workers.
@@ -78,7 +82,7 @@ def worker(
     elif stream is not None:
         if group is None:
             raise InvalidInput("--group", "must be given with --stream", group)
-        run_stream_worker(stream, group, handle, options, stream_url, metrics_port)
+        run_stream_worker(stream, group, handle, options, offset, stream_url, metrics_port)
 
 
 def run_queue_worker(
@@ -112,16 +116,19 @@ def run_stream_worker(
     group_name: str,
     handle: Callable[[Any], Any],
     options: GroupOptions,
-    url: str,
+    offset: str,
+    urls: list[str],
     metrics_port: int | None,
 ) -> None:
     from sharding.groups import StreamConsumerGroup
+    from sharding.groups.stream_options import for_streams
     from sharding.stream import StreamEnvironment
 
     if inspect.iscoroutinefunction(handle):
         raise InvalidInput("handler", "must not be asynchronous: streams are read in threads", "")
-    with StreamEnvironment(url) as environment:
-        group = StreamConsumerGroup(environment, stream, handle, group=group_name, options=options)
+    chosen = for_streams(options, offset=offset)
+    with StreamEnvironment(*urls, heartbeat=options.heartbeat) as environment:
+        group = StreamConsumerGroup(environment, stream, handle, group=group_name, options=chosen)
         with metrics(metrics_port, group, environment):
             group.run()
 

@@ -161,7 +161,9 @@ class StreamConsumerGroup:
             self.look_again()
             if self._parts is None:
                 return True
-            return self._parts.end(self.options.stop_timeout if timeout is None else timeout)
+            patience = self.options.stop_timeout if timeout is None else timeout
+            logger.info("stopping; handlers have %g s to finish", patience)
+            return self._parts.end(patience)
 
     close = stop
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from sharding.errors import InvalidInput
 from sharding.groups.options import GroupOptions
@@ -60,9 +61,9 @@ class StreamGroupOptions(GroupOptions):
         )
 
 
-def for_streams(options: GroupOptions | None) -> StreamGroupOptions:
+def for_streams(options: GroupOptions | None, **changes: Any) -> StreamGroupOptions:
     """Any group's options, with the defaults of streams where they say nothing."""
-    if isinstance(options, StreamGroupOptions):
-        return options
     given = options or GroupOptions()
-    return StreamGroupOptions(**{field.name: getattr(given, field.name) for field in fields(given)})
+    return StreamGroupOptions(
+        **{field.name: getattr(given, field.name) for field in fields(given)} | changes
+    )

@@ -47,6 +47,13 @@ def test_what_is_published_to_a_super_stream_is_read_from_it(cluster: Cluster) -
     assert "read 200 messages, the last one: customer-" in run(cluster, "stream_consumer")
 
 
+def test_what_is_published_to_a_super_stream_a_worker_of_a_group_handles(cluster: Cluster) -> None:
+    if cluster.version.startswith("3.10."):
+        pytest.skip("consumer groups over streams need RabbitMQ 3.11")
+    run(cluster, "stream_producer")
+    assert "handled 200 messages, the last one: customer-" in run(cluster, "stream_worker")
+
+
 def test_example_behind_a_balancer_reads_from_a_replica(cluster: Cluster) -> None:
     balancer = cluster.balancer()
     try:
