@@ -61,14 +61,15 @@ class Load:
 
 
 class Worker:
-    """One worker process and what it has written."""
+    """One worker process and what it has written; every second one runs on asyncio."""
 
     def __init__(
         self, folder: Path, number: int, logical: str, urls: Sequence[str], heartbeat: int = 5
     ) -> None:
         self.path = folder / f"worker-{number}.txt"
         module = "tests.faults.group_worker"
-        command = [sys.executable, "-m", module, logical, str(self.path), *urls]
+        kind = ["--aio"] if number % 2 else []  # both kinds share one queue
+        command = [sys.executable, "-m", module, *kind, logical, str(self.path), *urls]
         self.log = (folder / f"worker-{number}.log").open("w")
         environment = {**os.environ, "WARREN_TEST_HEARTBEAT": str(heartbeat)}
         self.process = subprocess.Popen(command, cwd=PROJECT, stderr=self.log, env=environment)

@@ -1,6 +1,6 @@
 """A worker of a queue group that writes down what it does, for tests that harm it.
 
-    python -m tests.faults.group_worker LOGICAL FILE URL...
+    python -m tests.faults.group_worker [--aio] LOGICAL FILE URL...
 
 A line is `what monotonic-time shard key number`, and what is one of
   B a handler begins, E it ends well, F it fails on purpose (now and then, at the first attempt),
@@ -10,6 +10,7 @@ The clock is the machine's, so lines of different processes can be compared.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import sys
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sharding import Topology
-from sharding.groups import ConsumerGroup, Delivery, GroupOptions, Retry
+from sharding.groups import AioConsumerGroup, ConsumerGroup, Delivery, GroupOptions, Retry
 
 FAILS = 0.005
 OPTIONS = GroupOptions(
@@ -60,20 +61,37 @@ class Recorder:
         os.write(self._file, line.encode())
 
 
-def main() -> None:
-    logical, path, *urls = sys.argv[1:]
-    recorder, chance = Recorder(path), random.Random()
+class Handling:
+    """The work, and what is written of it."""
 
-    def handle(delivery: Delivery) -> None:
-        number = int(delivery.body)
-        recorder.write("B", delivery.shard, delivery.key, number)
-        time.sleep(chance.uniform(0, 0.004))  # the work
-        if delivery.attempt == 1 and chance.random() < FAILS:
-            recorder.write("F", delivery.shard, delivery.key, number)
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._chance = random.Random()
+
+    def __call__(self, delivery: Delivery) -> None:
+        self._note("B", delivery)
+        time.sleep(self._chance.uniform(0, 0.004))  # the work
+        self._end(delivery)
+
+    async def later(self, delivery: Delivery) -> None:
+        self._note("B", delivery)
+        await asyncio.sleep(self._chance.uniform(0, 0.004))
+        self._end(delivery)
+
+    def _end(self, delivery: Delivery) -> None:
+        if delivery.attempt == 1 and self._chance.random() < FAILS:
+            self._note("F", delivery)
             raise ValueError("now and then")
-        recorder.write("E", delivery.shard, delivery.key, number)
+        self._note("E", delivery)
 
-    def watch(group: ConsumerGroup) -> None:
+    def _note(self, what: str, delivery: Delivery) -> None:
+        self._recorder.write(what, delivery.shard, delivery.key, int(delivery.body))
+
+
+def watch(group: ConsumerGroup | AioConsumerGroup, recorder: Recorder) -> None:
+    """Write down how many shards are held, from a thread of its own."""
+
+    def run() -> None:
         before = None
         while True:
             held = len(group.shards)
@@ -82,12 +100,28 @@ def main() -> None:
                 before = held
             time.sleep(0.02)
 
-    with (
-        Topology(*urls) as topology,
-        ConsumerGroup(topology, logical, handle, options=OPTIONS) as g,
-    ):
-        threading.Thread(target=watch, args=(g,), daemon=True).start()
-        g.run()
+    threading.Thread(target=run, daemon=True).start()
+
+
+async def work_on_a_loop(topology: Topology, logical: str, recorder: Recorder) -> None:
+    handle = Handling(recorder).later
+    group = AioConsumerGroup(topology, logical, handle, options=OPTIONS)
+    watch(group, recorder)
+    await group.run()
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    asynchronous = words[0] == "--aio"
+    logical, path, *urls = words[asynchronous:]
+    recorder = Recorder(path)
+    with Topology(*urls) as topology:
+        if asynchronous:
+            asyncio.run(work_on_a_loop(topology, logical, recorder))
+            return
+        group = ConsumerGroup(topology, logical, Handling(recorder), options=OPTIONS)
+        watch(group, recorder)
+        group.run()
 
 
 if __name__ == "__main__":
