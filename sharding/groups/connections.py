@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import pika
 
@@ -123,6 +123,56 @@ class NodeConnection:
                 logger.info("no connection to %s: %s", self.node, self.trouble)
         else:
             logger.exception("the connection to %s failed, and is tried again", self.node)
+
+
+class NodeConnections:
+    """A connection to each node that is wanted."""
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        options: GroupOptions,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+        on_proof: Callable[[str, float], None],
+    ) -> None:
+        self._dialer = dialer
+        self._options = options
+        self._clock = clock
+        self._on_change = on_change
+        self._on_proof = on_proof
+        self._nodes: dict[str, tuple[NodeConnection, asyncio.Task[None]]] = {}
+        self._proofs: dict[str, float] = {}
+
+    def keep(self, wanted: Set[str]) -> None:
+        """Connect to these nodes, and leave all others."""
+        for node in wanted - self._nodes.keys():
+            connection = NodeConnection(
+                node, self._dialer, self._options, self._clock, self._on_change, self._proof
+            )
+            self._nodes[node] = connection, asyncio.create_task(connection.run())
+        for node in self._nodes.keys() - wanted:
+            self._nodes.pop(node)[1].cancel()
+
+    def session(self, node: str) -> GroupSession | None:
+        """The connection to a node, None while it does not answer."""
+        return self._nodes[node][0].session if node in self._nodes else None
+
+    def proved(self, node: str) -> float:
+        """When the last question was sent that the node has answered."""
+        return self._proofs[node]
+
+    async def close(self) -> None:
+        sessions = [connection.session for connection, _ in self._nodes.values()]
+        tasks = [task for _, task in self._nodes.values()]
+        for task in tasks:
+            task.cancel()
+        closing = [session.close() for session in sessions if session is not None]
+        await asyncio.gather(*closing, *tasks, return_exceptions=True)
+
+    def _proof(self, node: str, sent: float) -> None:
+        self._proofs[node] = sent
+        self._on_proof(node, sent)
 
 
 class SideConnection:

@@ -17,7 +17,8 @@ from typing import Any
 from sharding.amqp import ACCESS_REFUSED, Refused
 from sharding.errors import WarrenError
 from sharding.groups.announcements import Kind
-from sharding.groups.connections import Dialer, NodeConnection, SideConnection
+from sharding.groups.attempts import Attempts
+from sharding.groups.connections import Dialer, NodeConnections, SideConnection
 from sharding.groups.dead_letters import DeadLetters
 from sharding.groups.delivery import GroupFailed
 from sharding.groups.fair_share import decide, in_hashed_order
@@ -29,7 +30,6 @@ from sharding.shard_map import ShardMap
 logger = logging.getLogger("warren.groups")
 
 LOOK_INTERVAL = 0.25
-REFUSALS_WORTH_A_WARNING = 30
 COUNTED = ("taken", "released", "lost", "refused", "redelivered", "dead_lettered")
 
 
@@ -49,19 +49,14 @@ class Steward:
         self.me = me
         self._shard_map = shard_map
         self._bench = bench
-        self._dialer = dialer
         self._options = options
         self._clock = clock
         self._homes: dict[str, str] = {}
-        self._nodes: dict[str, tuple[NodeConnection, asyncio.Task[None]]] = {}
-        self._proofs: dict[str, float] = {}
+        self._nodes = NodeConnections(dialer, options, clock, self.look_again, self._on_proof)
         self._readers: dict[str, ShardReader] = {}
         self._taking: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        self._not_before: dict[str, float] = {}
-        self._away: set[str] = set()
-        self._free_since: dict[str, float] = {}
-        self._refusals: Counter[str] = Counter()
+        self._attempts = Attempts(options.take_interval, patience=3 * options.member_timeout)
         self._locks_proved: set[str] = set()
         self._changed = asyncio.Event()
         self._failure: WarrenError | None = None
@@ -128,11 +123,7 @@ class Steward:
             logger.warning("not every shard was given back in order; the broker does it now")
         self.counters["released"] += len(readers)
         self._membership.announce(Kind.BYE)
-        for connection, task in self._nodes.values():
-            task.cancel()
-            if connection.session is not None:
-                await connection.session.close()
-        await asyncio.gather(*(task for _, task in self._nodes.values()), return_exceptions=True)
+        await self._nodes.close()
         await self._side.close()
 
     # Looking.
@@ -149,42 +140,24 @@ class Steward:
         surplus = [s for s in in_hashed_order(decision.give_up) if s not in self._leaving]
         for shard in [*gone, *surplus[: len(decision.give_up) - len(self._leaving)]]:
             self._start(self._leaving, shard, self._give_up(shard))
-        overdue = self._overdue(known.difference(self.held(), *others.values()), now)
+        overdue = self._attempts.overdue(known.difference(self.held(), *others.values()), now)
         for shard in dict.fromkeys([*decision.take, *overdue]):
-            if now >= self._not_before.get(shard, 0) and shard not in self._readers:
+            if self._attempts.is_due(shard, now) and shard not in self._readers:
                 self._start(self._taking, shard, self._take(shard))
 
     def _follow_map(self) -> None:
         shard_map = self._shard_map()
         self._homes = {s.name: s.node for s in shard_map.shards} if shard_map else {}
-        for node in set(self._homes.values()) - self._nodes.keys():
-            connection = NodeConnection(
-                node,
-                self._dialer,
-                self._options,
-                self._clock,
-                self.look_again,
-                self._on_proof,
-            )
-            self._nodes[node] = connection, asyncio.create_task(connection.run())
-        used = {reader.node for reader in self._readers.values()} | set(self._homes.values())
-        for node in self._nodes.keys() - used:
-            self._nodes.pop(node)[1].cancel()
+        held_on = {reader.node for reader in self._readers.values()}
+        self._nodes.keep(held_on.union(self._homes.values()))
 
     def _reachable(self, now: float) -> frozenset[str]:
         """Shards whose node answers, without those that did not when they were asked for."""
         return frozenset(
             shard
             for shard, node in self._homes.items()
-            if self._nodes[node][0].session is not None
-            and (shard not in self._away or now >= self._not_before.get(shard, 0))
+            if self._nodes.session(node) is not None and not self._attempts.is_away(shard, now)
         )
-
-    def _overdue(self, free: frozenset[str], now: float) -> list[str]:
-        """Shards that whoever should take them does not take: any worker may."""
-        self._free_since = {shard: self._free_since.get(shard, now) for shard in free}
-        patience = 3 * self._options.member_timeout
-        return [shard for shard, since in self._free_since.items() if now - since > patience]
 
     def _start(
         self,
@@ -206,7 +179,6 @@ class Steward:
         task.add_done_callback(ended)
 
     def _on_proof(self, node: str, sent: float) -> None:
-        self._proofs[node] = sent
         for shard, reader in self._readers.items():
             if reader.node == node:
                 self._bench.set_lease(shard, sent + self._options.heartbeat)
@@ -214,10 +186,9 @@ class Steward:
     # Taking and leaving.
 
     async def _take(self, shard: str) -> None:
-        self._not_before[shard] = self._clock() + self._options.take_interval
-        self._away.discard(shard)
+        self._attempts.begin(shard, self._clock())
         node = self._homes[shard]
-        session = self._nodes[node][0].session
+        session = self._nodes.session(node)
         if session is None:
             return
         channel = None
@@ -231,14 +202,14 @@ class Steward:
                     session,
                     self._options,
                     prove=shard not in self._locks_proved,
-                    until=self._proofs[node] + self._options.heartbeat,
+                    until=self._nodes.proved(node) + self._options.heartbeat,
                 )
         except NotLockable as error:
             self._failure = error
         except Refused as error:
             self._on_refused(shard, error)
         except (WarrenError, TimeoutError) as error:
-            self._away.add(shard)
+            self._attempts.not_answered(shard)
             logger.info("%r can't be taken now: %s", shard, error or "no answer in time")
         else:
             self._on_taken(shard, reader)
@@ -248,8 +219,7 @@ class Steward:
 
     def _on_taken(self, shard: str, reader: ShardReader) -> None:
         self._locks_proved.add(shard)
-        self._refusals.pop(shard, None)
-        self._not_before.pop(shard, None)
+        self._attempts.taken(shard)
         self._readers[shard] = reader
         self.counters["taken"] += 1
         logger.info("%r is taken; %d shards held", shard, len(self._readers))
@@ -258,14 +228,13 @@ class Steward:
 
     def _on_refused(self, shard: str, error: Refused) -> None:
         if not is_in_use(error):
-            self._away.add(shard)
+            self._attempts.not_answered(shard)
             logger.info("%r can't be taken now: %s", shard, error)
             if error.code == ACCESS_REFUSED:
                 self._on_no_right(error)
             return
         self.counters["refused"] += 1
-        self._refusals[shard] += 1
-        if self._refusals[shard] == REFUSALS_WORTH_A_WARNING:
+        if self._attempts.refused(shard):
             logger.warning(
                 "%r is read by somebody who announces nothing: a consumer that is no worker of "
                 "this group, or a worker that hangs",
