@@ -21,7 +21,7 @@ class Shard:
     def __init__(self, keys: str, **options: int) -> None:
         self.ends: dict[int, Outcome] = {}
         self.foreman = Foreman(
-            GroupOptions(retry=RETRY, **options),  # type: ignore[arg-type]  # checked at run time
+            GroupOptions(retry=RETRY, batch_wait=0, **options),  # type: ignore[arg-type]  # checked at run time
             chance=lambda: 0.5,
             buried=lambda _: None,
         )
