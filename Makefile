@@ -42,7 +42,7 @@ fuzz: ready
 
 # A minute of publishing for each fault, on both versions; Spark under kills, and with a million rows.
 faults: ready
-	WARREN_FAULT_SECONDS=60 $(RUN)pytest tests/faults -s
+	WARREN_FAULT_SECONDS=60 WARREN_GROUP_MESSAGES=60000 $(RUN)pytest tests/faults -s
 	WARREN_ROUND_TRIP_ROWS=1000000 $(RUN)pytest tests/spark/test_round_trip.py -s
 
 # For spark-submit --py-files: the wheel under a name that Spark takes. What it depends on (mmh3,
