@@ -83,6 +83,10 @@ class StreamConsumerGroup:
         self._news = threading.Condition()
         self._look_again = False
         self._closed = False
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+            for work, name in ((self._look, "warren-group"), (self._follow, "warren-partitions"))
+        ]
 
     def __enter__(self) -> StreamConsumerGroup:
         self.start()
@@ -127,8 +131,8 @@ class StreamConsumerGroup:
             self._parts = None
             parts.end(0)
             raise
-        for work, name in ((self._look, "warren-group"), (self._follow, "warren-partitions")):
-            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True).start()
+        for thread in self._threads:
+            thread.start()
 
     def run(self) -> None:
         """Work until `stop()`, or until SIGTERM or SIGINT in the main thread, and stop in order.
@@ -161,6 +165,7 @@ class StreamConsumerGroup:
             self.look_again()
             if self._parts is None:
                 return True
+            self._threads[0].join(_LEAVE_TIMEOUT)  # it must take nothing any more
             patience = self.options.stop_timeout if timeout is None else timeout
             logger.info("stopping; handlers have %g s to finish", patience)
             return self._parts.end(patience)

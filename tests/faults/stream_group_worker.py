@@ -2,7 +2,7 @@
 
     python -m tests.faults.stream_group_worker STREAM FILE URL...
 
-Its lines are those of `group_worker`.
+Its lines are those of `group_worker`. HEARTBEAT in the environment says how many seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 
 from sharding.groups import Delivery, Retry
 from sharding.groups.stream_group import StreamConsumerGroup
@@ -60,9 +61,10 @@ def main() -> None:
                 before = held
             time.sleep(0.02)
 
+    options = replace(OPTIONS, heartbeat=int(os.environ.get("HEARTBEAT", "5")))
     with (
-        StreamEnvironment(*urls, heartbeat=5) as environment,
-        StreamConsumerGroup(environment, stream, handle, group=GROUP, options=OPTIONS) as group,
+        StreamEnvironment(*urls, heartbeat=options.heartbeat) as environment,
+        StreamConsumerGroup(environment, stream, handle, group=GROUP, options=options) as group,
     ):
         threading.Thread(target=watch, args=(group,), daemon=True).start()
         group.run()

@@ -31,6 +31,8 @@ RATE = 400
 KEYS = 200
 RECOVERED_WITHIN = 15.0
 """What is seen is printed, and is much less; a machine shared with others gets some more."""
+NOTICED_WITHIN = 2.0
+"""A node's end takes a moment to be noticed, so what counts is work well after it."""
 
 
 @pytest.fixture(scope="module")
@@ -202,12 +204,43 @@ def test_workers_and_a_node_die_and_nothing_is_lost_or_out_of_order(
     print(f"{load.sent} messages, {duplicates} handled twice around the kills")
 
 
+def test_worker_that_was_frozen_begins_nothing_that_others_have_handled_meanwhile(
+    environment: StreamEnvironment, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEARTBEAT", "2")
+    workers.start(2)
+    load = Load(environment, workers.stream)
+    try:
+        workers.settle(2)
+        time.sleep(1)  # a second of work
+        frozen = workers.running[0]
+        theirs = frozen.shards()
+        frozen.process.send_signal(signal.SIGSTOP)
+        frozen_at = time.monotonic()
+        took = recovery(workers, theirs, frozen_at, within=45)
+        print(f"\npartitions of a frozen worker were read again in {took:.2f} s")
+        handled = workers.handled()
+        frozen.process.send_signal(signal.SIGCONT)
+        thawed_at = time.monotonic()
+        print(f"2 workers again: {workers.settle(2):.1f} s, loads {workers.loads()}")
+        time.sleep(1)
+    finally:
+        load.end()
+    wait_until(lambda: len(workers.handled()) == load.sent, 60)
+    began = [line for line in lines_of(frozen.path) if line.what == "B" and line.at > thawed_at]
+    assert began, "it works again"
+    assert not [line for line in began if line.number in handled]
+    check(workers, load.sent, [frozen_at, thawed_at], overlaps=False)
+
+
 def at(victim: Worker) -> float:
     assert victim.killed_at is not None
     return victim.killed_at
 
 
-def recovery(workers: Workers, shards: set[str], since: float) -> float:
+def recovery(
+    workers: Workers, shards: set[str], since: float, within: float = RECOVERED_WITHIN
+) -> float:
     """The longest time from the fault on in which nothing of one of these partitions was begun."""
 
     def begun() -> dict[str, list[float]]:
@@ -218,19 +251,21 @@ def recovery(workers: Workers, shards: set[str], since: float) -> float:
         return found
 
     def read_again() -> bool:
-        # A node's end takes a moment to be noticed, so what counts is work well after it.
-        return all(times[-1] > since + RECOVERED_WITHIN / 3 for times in begun().values())
+        return all(times[-1] > since + NOTICED_WITHIN for times in begun().values())
 
     wait_until(
         read_again,
-        RECOVERED_WITHIN,
+        within,
         lambda: f"{ {s: t[-1] - since for s, t in begun().items()} }; loads {workers.loads()}",
     )
     return max(max(b - a for a, b in itertools.pairwise(times)) for times in begun().values())
 
 
-def check(workers: Workers, sent: int, faults: Sequence[float]) -> int:
-    """All that must hold of what the workers wrote; returns how many messages came twice."""
+def check(workers: Workers, sent: int, faults: Sequence[float], overlaps: bool = True) -> int:
+    """All that must hold of what the workers wrote; returns how many messages came twice.
+
+    `overlaps` says that nobody was frozen in the middle of a message, so that none may be.
+    """
     ended = workers.lines("E")
     assert {line.number for line in ended} == set(range(sent))
     first_endings: dict[int, Line] = {}
@@ -243,12 +278,13 @@ def check(workers: Workers, sent: int, faults: Sequence[float]) -> int:
         assert numbers == sorted(numbers), f"{key} was handled out of order"
     again = [line for line in ended if line is not first_endings[line.number]]
     for line in again:
-        assert any(0 < line.at - fault < 20 for fault in faults), f"{line} is near no kill"
+        assert any(0 < line.at - fault < 30 for fault in faults), f"{line} is near no kill"
     times = Counter(line.number for line in ended)
     assert len(again) <= len(faults) * PARTITIONS * (
         OPTIONS.store_every_messages + OPTIONS.prefetch
     )
-    check_one_at_a_time(workers)
+    if overlaps:
+        check_one_at_a_time(workers)
     return sum(count > 1 for count in times.values())
 
 
