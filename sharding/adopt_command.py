@@ -67,10 +67,16 @@ def forget(
 ) -> None:
     """Stop routing a logical queue. Queues, messages and exchanges stay as they are."""
     with connected(url, management) as plane:
-        if plane.shard_map(logical) is None:
+        shard_map = plane.shard_map(logical)
+        if shard_map is None:
             raise InvalidInput("logical queue", "must be one that is sharded", logical)
         plane.forget(logical)
         typer.echo(f"{printable(logical)} is not sharded any more; its queues stay")
+        if shard_map.exchange == logical:
+            typer.echo(
+                f"  what is published to the exchange {printable(logical)} now reaches no queue; "
+                "delete it, so that publishers see that"
+            )
         policy = plane.policy_for(logical)
         if policy is not None:
             typer.echo(

@@ -15,6 +15,7 @@ from sharding.commands import AsJson, app, print_table, printable
 from sharding.errors import InvalidInput, WarrenError
 from sharding.manager import Ensured
 from sharding.map_difference import difference
+from sharding.naming import ShardName
 from sharding.policy import OnUnavailable, Policy
 from sharding.topology import Topology
 
@@ -170,7 +171,12 @@ def report(ensured: Ensured, before: Any = None) -> None:
         f"{printable(shard_map.logical)}: {len(shard_map.shards)} shards on {nodes} nodes, "
         f"epoch {shard_map.epoch}"
     )
-    for line in [*(difference(before, shard_map) if before else []), *ensured.notes]:
+    lines = [*(difference(before, shard_map) if before else []), *ensured.notes]
+    wanted = shard_map.policy.shards_per_node
+    names = (ShardName.parse(shard.name) for shard in shard_map.shards)
+    if surplus := sum(name.index >= wanted for name in names if name is not None):
+        lines.append(f"{surplus} shards above {wanted} per node stay, with their keys and messages")
+    for line in lines:
         typer.echo(f"  {printable(line)}")
 
 
