@@ -151,9 +151,9 @@ class Channel:
             arguments=dict(arguments or {}),
         )
 
-    def ack(self, delivery_tag: int) -> None:
+    def ack(self, delivery_tag: int, multiple: bool = False) -> None:
         if self._channel.is_open:
-            self._channel.basic_ack(delivery_tag)
+            self._channel.basic_ack(delivery_tag, multiple)
 
     async def confirm_publishes(self) -> None:
         def confirmed(frame: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import calendar
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -105,6 +106,7 @@ class AioChannel:
         self._under = under
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._acks: deque[tuple[int, bool]] = deque()
         self.closed: asyncio.Future[str] = self._loop.create_future()
         channel.close_callbacks.add(self._on_close)
 
@@ -186,9 +188,18 @@ class AioChannel:
             self._under.basic_consume(queue, deliver, no_ack=no_ack, exclusive=exclusive)
         )
 
-    def ack(self, delivery_tag: int) -> None:
-        if not self.closed.done():
-            self._spawn(self._under.basic_ack(delivery_tag, wait=False))
+    def ack(self, delivery_tag: int, multiple: bool = False) -> None:
+        self._acks.append((delivery_tag, multiple))
+        if len(self._acks) == 1:  # else a task is at them already
+            self._spawn(self._acknowledge())
+
+    async def _acknowledge(self) -> None:
+        """One task for all that come together: a task for each took most of the time."""
+        while self._acks and not self.closed.done():
+            tag, multiple = self._acks[0]
+            await self._under.basic_ack(tag, multiple, wait=False)
+            self._acks.popleft()
+        self._acks.clear()
 
     async def confirm_publishes(self) -> None:
         """It does already."""

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from sharding.amqp import ACCESS_REFUSED, Message, Refused
 from sharding.errors import RemoteError, WarrenError
+from sharding.groups.acknowledging import Acknowledgements
 from sharding.groups.dead_letters import DeadLetters
 from sharding.groups.delivery import NO_HEADERS, Dead, Delivery, Done, OnDone, Outcome
 from sharding.groups.foreman import OnReleased
@@ -70,6 +71,8 @@ class ShardReader:
         self._loop = asyncio.get_running_loop()
         self._early: list[Message] | None = []
         self._settled: deque[int] = deque()
+        self._woken = False
+        self._acknowledgements = Acknowledgements()
         self._leaving = False
         self._burials: set[asyncio.Task[None]] = set()
 
@@ -161,13 +164,19 @@ class ShardReader:
         """Called on any thread; only the loop may touch the channel."""
         if isinstance(outcome, Done):
             self._settled.append(tag)
-            self._call(self._acknowledge)
+            if not self._woken:  # one call for all that end before the loop gets to it
+                self._woken = True
+                self._call(self._acknowledge)
         elif isinstance(outcome, Dead):
             self._call(lambda: self._bury(tag, delivery, outcome))
 
     def _acknowledge(self) -> None:
+        self._woken = False  # first: what ends from here on wakes the loop again
+        ended = []
         while self._settled:
-            self.channel.ack(self._settled.popleft())
+            ended.append(self._settled.popleft())
+        for tag, multiple in self._acknowledgements.settle(ended):
+            self.channel.ack(tag, multiple)
 
     def _bury(self, tag: int, delivery: Delivery, dead: Dead) -> None:
         task = self._loop.create_task(self._burial(tag, delivery, dead))
@@ -179,7 +188,8 @@ class ShardReader:
         try:
             if await self._stored(delivery, dead):
                 self._counters["dead_lettered"] += 1
-                self.channel.ack(tag)
+                self._settled.append(tag)
+                self._acknowledge()
         finally:
             dead.buried()
 
