@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import UTC, datetime
 
@@ -21,7 +23,10 @@ from sharding.stream import (
     StreamNotFound,
 )
 from sharding.stream.errors import NotSupported
+from sharding.stream.frames.requests import Subscribe, Unsubscribe
+from sharding.stream.protocol import FIRST, NEXT, OffsetSpec
 from tests.cluster import Cluster, wait_until
+from tests.stream_recorder import Recorder
 from tests.streams import (
     environment_of,
     leader_node,
@@ -278,6 +283,32 @@ def test_single_active_consumers_share_a_super_stream_and_take_over(
         heirs = active_in(members, left)
         found = read_all(heirs[0], 50 * len(heirs[0].active))
         assert found[left] == numbers(100, 150), "it goes on after what was stored"
+
+
+def test_broker_makes_nobody_active_before_the_one_that_steps_down_has_answered(
+    environment: StreamEnvironment,
+) -> None:
+    if not has_single_active(environment):
+        pytest.skip("single active consumers came with RabbitMQ 3.11")
+    with super_stream_in(environment, 2) as invoices:
+        stream = environment.partitions(invoices)[1]  # of two in line it is the second one's
+        handler = Recorder()
+        access = environment._access
+        leader = access.routes.leader(stream, 10)
+        client, number = access.pool.subscriber([leader], stream, handler, access.clock() + 10)
+        properties = GROUP.subscription_properties(invoices)
+        client.call(Subscribe(number, stream, FIRST, 1, properties))
+        assert handler.wait_for(1) == [("activity", True)]
+        handler.answer = later = Future[OffsetSpec]()
+        with environment.consumer(invoices, GROUP) as second:
+            assert handler.wait_for(2)[-1] == ("activity", False)
+            time.sleep(0.5)  # time in which the broker must do nothing
+            assert stream not in second.active
+            later.set_result(NEXT)
+            wait_until(lambda: stream in second.active, 10)
+        client.call(Unsubscribe(number))
+        client.detach_subscriber(number)
+        access.pool.release(client)
 
 
 def test_filters_leave_out_chunks(environment: StreamEnvironment) -> None:
