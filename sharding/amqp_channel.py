@@ -10,6 +10,7 @@ from typing import Any
 import pika
 import pika.channel
 import pika.exceptions
+from pika.adapters.utils.connection_workflow import AMQPConnectionWorkflowFailed
 
 from sharding.errors import RemoteError, Unreachable
 
@@ -259,10 +260,16 @@ def settle(future: asyncio.Future[Any], value: Any) -> None:
 
 def reason(error: BaseException | str) -> str:
     """What pika says, on one line; it wraps the cause of a failed connection several times."""
-    while (
-        isinstance(error, pika.exceptions.AMQPConnectionError)
-        and error.args
-        and isinstance(error.args[0], BaseException)
-    ):
-        error = error.args[0]
+    while (cause := _wrapped(error)) is not None:
+        error = cause
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _wrapped(error: BaseException | str) -> BaseException | None:
+    """What pika wrapped: each phase of connecting has an error, and so has their whole."""
+    inside: Any = getattr(error, "exception", None)
+    if isinstance(error, AMQPConnectionWorkflowFailed):
+        inside = error.exceptions[-1]
+    elif isinstance(error, pika.exceptions.AMQPConnectionError) and error.args:
+        inside = error.args[0]
+    return inside if isinstance(inside, BaseException) else None

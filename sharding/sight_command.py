@@ -24,13 +24,15 @@ from sharding.sight import View, queue_view, stream_view
 from sharding.sight.rendering import as_table, as_tree
 from sharding.stream import StreamEnvironment
 from sharding.stream.uris import StreamUri
-from sharding.topology import Topology
+from sharding.topology import Topology, TopologyOptions
 from sharding.urls import amqp_parameters, management_api
 
 Look = Callable[[], View | None]
 
-ANSWER_TIMEOUT = 3.0
-"""For each question: a node that is down must not hold up what the others say."""
+ANSWER_TIMEOUT = 5.0
+"""For each question: a node that is down must not hold up what the others say. Brokers take 3 s to
+refuse a password."""
+START_TIMEOUT = 10.0
 
 
 class Kind(StrEnum):
@@ -74,7 +76,10 @@ def topology(
     with ExitStack() as opened:
         looks: list[Look] = []
         if kind is not Kind.STREAM and queue_urls:
-            plane = opened.enter_context(Topology(*queue_urls, management_urls=management))
+            options = TopologyOptions(start_timeout=START_TIMEOUT)
+            plane = opened.enter_context(
+                Topology(*queue_urls, management_urls=management, options=options)
+            )
             looks.append(lambda: queue_view(plane, name, api, ANSWER_TIMEOUT))
         if kind is not Kind.QUEUE and stream_url:
             environment = opened.enter_context(

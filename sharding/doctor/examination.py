@@ -18,6 +18,7 @@ from sharding.doctor.places import Place, Protocol
 from sharding.doctor.probing import probe
 from sharding.doctor.reaching import Reached
 from sharding.errors import WarrenError
+from sharding.naming import check_logical_name, check_name
 from sharding.stream.network.dialing import resolved
 from sharding.stream.protocol import Broker
 
@@ -44,11 +45,12 @@ def examine(
     places: Sequence[Place], *, timeout: float = 5.0, scratch: str = "warren.doctor"
 ) -> list[Finding]:
     """Every check, in order. `timeout` bounds each question; nothing is left in the broker."""
+    name = f"{check_logical_name(scratch)}.{secrets.token_hex(4)}"
+    check_name("scratch", f"{name}.stream")
     with ThreadPoolExecutor(nodes.MOST_AT_ONCE) as threads:
         reached = list(threads.map(lambda place: probe(place, timeout), places))
     apis = [each.place for each in reached if each.works and _is(each, Protocol.MANAGEMENT)]
     cluster = look_at(apis[0].management, timeout) if apis else ClusterSeen()
-    name = f"{scratch}.{secrets.token_hex(4)}"
     patient = Patient(reached, cluster, name, timeout)
     return [finding for check in CHECKS for finding in _careful(check, patient)]
 
@@ -129,7 +131,7 @@ def check_amqp_permissions(patient: Patient) -> list[Finding]:
 def check_streams(patient: Patient) -> list[Finding]:
     """Rights on streams, and whether the nodes that hold one can be dialled as they say."""
     for reached in patient.working(Protocol.STREAMS)[:1]:
-        count = max(1, len(patient.cluster.running))
+        count = len(patient.cluster.running)
         rights, advertised = trying.try_streams(
             reached.place, patient.scratch, count, patient.timeout
         )

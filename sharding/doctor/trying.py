@@ -28,6 +28,8 @@ from sharding.stream.protocol import NEXT, Broker
 
 _NOT_FOUND = 404
 _LISTING_PAUSE = 0.1
+_UNSURE_PATIENCE = 2.0
+_MANY = 100
 
 
 def try_amqp(place: Place, scratch: str, timeout: float) -> Rights:
@@ -98,7 +100,8 @@ def try_streams(
 ) -> tuple[Rights, tuple[Broker, ...]]:
     """Create, publish and subscribe; and how the nodes that hold the stream advertise themselves.
 
-    `nodes` is how many should: a new stream's replicas are listed one by one.
+    `nodes` is how many should, 0 if that is not known: a new stream's replicas are listed one by
+    one, so they are waited for.
     """
     try:
         client = open_stream(place, timeout)
@@ -110,7 +113,9 @@ def try_streams(
             Right.WRITE: _stream_refusal(client, DeclarePublisher(1, None, scratch)),
             Right.READ: _stream_refusal(client, Subscribe(1, scratch, NEXT, credit=1)),
         }
-        advertised = () if tried[Right.CONFIGURE] else _members(client, scratch, nodes, timeout)
+        patience = timeout if nodes else min(timeout, _UNSURE_PATIENCE)
+        most = nodes or _MANY
+        advertised = () if tried[Right.CONFIGURE] else _members(client, scratch, most, patience)
         refused = {right: why for right, why in tried.items() if why}
         return Rights(place, scratch, refused), advertised
     except WarrenError as error:

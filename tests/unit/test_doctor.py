@@ -166,3 +166,9 @@ def test_report_tells_the_fix_and_counts() -> None:
     assert "problem  port, AMQP rmq0:5672: refused\\x1b[31m" in text
     assert findings[0].fix in text
     assert text.endswith(summary([*findings, reaching.judge(Reached(AMQP, version="4.0.5"))]))
+
+
+@pytest.mark.parametrize("scratch", ["", "amq.doctor", "x" * 250])
+def test_scratch_name_that_no_broker_takes_is_refused(scratch: str) -> None:
+    with pytest.raises(InvalidInput):
+        examination.examine([], scratch=scratch)

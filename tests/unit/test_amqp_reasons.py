@@ -1,0 +1,32 @@
+"""Why a connection failed is said in the words of its cause, however deep pika wraps it."""
+
+from __future__ import annotations
+
+import pytest
+from pika.adapters.utils import connection_workflow as workflow
+from pika.exceptions import AMQPConnectionError
+
+from sharding.amqp_channel import reason
+
+REFUSED = ConnectionRefusedError(111, "Connection refused")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        REFUSED,
+        AMQPConnectionError(REFUSED),
+        AMQPConnectionError(
+            workflow.AMQPConnectionWorkflowFailed(
+                [OSError("an earlier one"), workflow.AMQPConnectorSocketConnectError(REFUSED)]
+            )
+        ),
+    ],
+)
+def test_reason_is_the_innermost_cause(error: BaseException) -> None:
+    assert reason(error) == "[Errno 111] Connection refused"
+
+
+def test_reason_without_a_text_is_its_kind() -> None:
+    assert reason(AMQPConnectionError()) == "AMQPConnectionError"
+    assert reason("two\n lines") == "two lines"
