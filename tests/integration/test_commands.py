@@ -67,6 +67,42 @@ def test_deleted_shard_is_shown_and_made_again(cluster: Cluster) -> None:
     assert shards_of(cluster, logical)[lost] == cluster.nodes[1].name
 
 
+def test_operator_is_told_when_another_policy_is_in_force(cluster: Cluster) -> None:
+    node, logical = cluster.nodes[0], fresh_queue()
+    with topology_of(cluster) as topology, connection_to(node) as connection:
+        channel = ShardedChannel(connection.channel(), topology)
+        arguments = {"x-shards-per-node": 1}
+        channel.exchange_declare(logical, "x-modulus-hash", durable=True, arguments=arguments)
+    _, said = warren(node, "policy", "set", logical, "--shards-per-node", "2")
+    assert f"{logical}: 3 shards on 3 nodes" in said
+    assert f"the policy exchange {logical} outranks this one" in said
+    assert "--priority 1" in said
+    _, said = warren(node, "policy", "set", logical, "--shards-per-node", "2", "--priority", "1")
+    assert f"{logical}: 6 shards on 3 nodes" in said
+    assert "outranks" not in said
+
+
+def test_lower_number_keeps_the_shards_and_says_so(cluster: Cluster) -> None:
+    node, logical = cluster.nodes[0], fresh_queue()
+    assert "stay" not in warren(node, "policy", "set", logical, "--shards-per-node", "2")[1]
+    _, said = warren(node, "policy", "set", logical, "--shards-per-node", "1")
+    assert f"{logical}: 6 shards on 3 nodes" in said
+    assert "3 shards above 1 per node stay" in said
+
+
+def test_forgotten_queue_is_made_anew_with_the_policy_alone(cluster: Cluster) -> None:
+    node, logical = cluster.nodes[0], fresh_queue()
+    warren(node, "policy", "set", logical, "--shards-per-node", "2")
+    code, said = warren(node, "forget", logical)
+    assert code == 0
+    assert "reaches no queue" in said
+    assert f"the policy {logical} still matches it" in said
+    assert len(shards_of(cluster, logical)) == 6  # with whatever is in them
+    assert warren(node, "forget", logical)[0] == 1
+    _, said = warren(node, "policy", "set", logical, "--shards-per-node", "1")
+    assert f"{logical}: 3 shards on 3 nodes" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
