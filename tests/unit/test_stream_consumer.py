@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from sharding.errors import InvalidInput, Unreachable
 from sharding.stream.consuming.consumer import Consumer
 from sharding.stream.consuming.consumer_options import ConsumerOptions, offset_spec
-from sharding.stream.consuming.reading import read_range
+from sharding.stream.consuming.reading import RangeReading, read_range
 from sharding.stream.errors import (
     AuthenticationFailed,
     DataLost,
@@ -500,8 +502,14 @@ def test_filters_and_names_are_told_to_the_broker() -> None:
 
 
 class TestRange:
+    def reading(self, cluster: FakeCluster, first: int, end: int, **options: Any) -> RangeReading:
+        ticks = count()
+        # Time passes with each look at the clock, so a silence is noticed.
+        access = replace(cluster.access, clock=lambda: next(ticks) / 100)
+        return read_range(access, "s", first, end, **options)
+
     def read(self, cluster: FakeCluster, first: int, end: int, **options: Any) -> list[int]:
-        return rows(read_range(cluster.access, "s", first, end, **options))
+        return rows(self.reading(cluster, first, end, **options))
 
     @pytest.mark.parametrize(("first", "end"), [(0, 15), (3, 12), (5, 10), (7, 8), (4, 4)])
     def test_range_holds_exactly_its_rows(self, first: int, end: int) -> None:
@@ -543,7 +551,7 @@ class TestRange:
 
     def test_reader_leaves_nothing_behind(self) -> None:
         cluster = FakeCluster(5, 5)
-        reading = read_range(cluster.access, "s", 0, 10)
+        reading = self.reading(cluster, 0, 10)
         next(reading)
         reading.close()
         assert not cluster.clients[0].handlers
@@ -557,8 +565,25 @@ class TestRange:
 
     def test_reader_says_which_node_it_read_from(self) -> None:
         cluster = FakeCluster(5, 5)
-        reading = read_range(cluster.access, "s", 0, 1000)  # past the end: the leader is asked too
+        reading = self.reading(cluster, 0, 1000)  # past the end: the leader is asked too
         assert reading.node is None
-        next(reading)
+        assert rows(reading) == list(range(10))
         assert reading.node == cluster.clients[0].node != A
         assert A in [client.node for client in cluster.clients]
+
+    def test_nobody_is_asked_for_the_end_while_rows_come(self) -> None:
+        cluster = FakeCluster(5, 5, 5)
+        assert self.read(cluster, 0, 12) == list(range(12))
+        assert [len(client.asked(Subscribe)) for client in cluster.clients] == [1]
+
+    def test_stream_deleted_in_a_silence_ends_the_reading(self) -> None:
+        cluster = FakeCluster(5)
+        reading = self.reading(cluster, 0, 10)
+        next(reading)
+        cluster.client.lose(refusal("Use", Code.STREAM_NOT_AVAILABLE, "s"))
+        cluster.no_stream = StreamNotFound("Metadata", Code.NO_SUCH_STREAM, "s")
+        found_out_later = threading.Timer(0.1, cluster.run)
+        found_out_later.start()
+        with pytest.raises(StreamNotFound):
+            next(reading)
+        found_out_later.join()

@@ -1,9 +1,10 @@
 """A range of one stream, read exactly: every row that is stored in it, then the end.
 
 Offsets are no promise that there is a message, so the range may end where none will ever come.
-That is settled beforehand: if the node that is read from has a message at or after the end of the
-range, reading stops there at the latest. If not, it may be behind the others, or the range may go
-past the stream; the leader knows which, and its last message becomes the end.
+Mostly a message at or after the end of the range comes, and that is all. It is asked about only
+when nothing comes for a moment: if the node that is read from has such a message, it will come. If
+not, it may be behind the others, or the range may go past the stream; the leader knows which, and
+its last message becomes the end.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from sharding.stream.protocol import Broker
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_SILENCE = 0.05
+"""How long nothing comes, in seconds, before the end of the range is asked about. Where chunks are
+stored, they follow each other within a few milliseconds."""
 _TRY_AGAIN = 0.2
 _CLOSE_TIMEOUT = 5.0
 
@@ -108,13 +112,20 @@ def _read_all(
     source, node = None, None
     try:
         subscription.open(access.clock() + timeout)
-        end = _end_of_rows(access, subscription, end, timeout)
+        is_end_known, give_up = False, access.clock() + timeout
         while lane.position is not None and lane.position < end:
-            taken = inbox.take(access.clock() + timeout)
+            now = access.clock()
+            taken = inbox.take(give_up if is_end_known else min(give_up, now + _SILENCE))
             if taken is None:
-                raise Unreachable(
-                    f"no message of {stream!r} came for {timeout:g} s, at offset {lane.position}"
-                )
+                if access.clock() >= give_up:
+                    raise Unreachable(
+                        f"no message of {stream!r} came for {timeout:g} s, "
+                        f"at offset {lane.position}"
+                    )
+                known = _end_of_rows(access, subscription, end, give_up - access.clock())
+                if known is not None:
+                    end, is_end_known = known, True
+                continue
             if taken.source is not source:
                 source, node = taken.source, subscription.node or node
             subscription.give_back(taken)
@@ -124,24 +135,30 @@ def _read_all(
             batch = reader.batch(taken.chunks, taken.first, end)
             if batch is not None:
                 yield batch, node
+            give_up = access.clock() + timeout  # after the application had its time
     finally:
         inbox.close()
         subscription.close(access.clock() + _CLOSE_TIMEOUT)
 
 
-def _end_of_rows(access: Access, subscription: Subscription, end: int, timeout: float) -> int:
-    """`end`, or the offset after the stream's last message if that is earlier."""
+def _end_of_rows(
+    access: Access, subscription: Subscription, end: int, timeout: float
+) -> int | None:
+    """`end`, or the offset after the stream's last message if that is earlier.
+
+    None if nobody can say so now. Then there may be no connection: the subscription finds a new
+    one, or fails the inbox.
+    """
     stream = subscription.stream
     deadline = access.clock() + timeout
-    while True:
-        left = deadline - access.clock()
-        try:
-            ends = first_and_last(subscription.connection(deadline), stream, left, access.clock)
-            if ends is None or ends.last < end - 1:
-                ends = leader_ends(access, stream, left)
-            return min(end, ends.last + 1) if ends is not None else 0
-        except WarrenError as error:
-            passes = is_retryable(error) or isinstance(error, NoAnswerInTime)
-            if not passes or access.clock() + _TRY_AGAIN > deadline:
-                raise
-            subscription.pause(_TRY_AGAIN)
+    try:
+        client = subscription.connection(access.clock())
+        ends = first_and_last(client, stream, timeout, access.clock)
+        if ends is None or ends.last < end - 1:
+            ends = leader_ends(access, stream, deadline - access.clock())
+    except WarrenError as error:
+        if not (is_retryable(error) or isinstance(error, NoAnswerInTime)):
+            raise
+        subscription.pause(_TRY_AGAIN)
+        return None
+    return min(end, ends.last + 1) if ends is not None else 0
