@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -31,75 +29,15 @@ from sharding.stream.frames.requests import (
 from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.protocol import FIRST, NEXT, Broker, OffsetSpec
 from tests.certificates import Authority
-from tests.cluster import Cluster, sources
-from tests.cluster.folders import clusters_folder
+from tests.secured import NAME, Secured, secured_broker
 
 pytestmark = pytest.mark.cluster
-
-NAME = "broker.test"
-CONFIG = """
-ssl_options.cacertfile = {authority}
-ssl_options.certfile = {certificate}
-ssl_options.keyfile = {key}
-ssl_options.verify = verify_peer
-ssl_options.fail_if_no_peer_cert = false
-ssl_cert_login_from = common_name
-stream.listeners.ssl.1 = $address:$stream_tls
-stream.advertised_tls_host = $address
-stream.advertised_tls_port = $stream_tls
-auth_mechanisms.1 = PLAIN
-auth_mechanisms.2 = EXTERNAL
-"""
-
-
-@dataclass(frozen=True)
-class Secured:
-    """A node with a TLS listener, and who is trusted there."""
-
-    plain: Broker
-    tls: Broker
-    authority: Authority
-    version: str
 
 
 @pytest.fixture(scope="module")
 def secured(any_version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    if sources.choose(any_version) in ("docker", "environment"):
-        pytest.skip("the broker can't be given the certificates of the test")
-    authority = Authority(tmp_path_factory.mktemp("authority"))
-    # The node's address is not known yet, but it is one of these.
-    addresses = ",".join(f"IP:127.0.{block}.1" for block in range(1, 120))
-    server = authority.sign("server", f"DNS:{NAME},{addresses}")
-    shown = [
-        _shown_to_broker(path) for path in (authority.certificate, server.certificate, server.key)
-    ]
-    config = CONFIG.format(authority=shown[0], certificate=shown[1], key=shown[2])
-    anonymous = "" if any_version == "3.10" else "auth_mechanisms.3 = ANONYMOUS\n"
-    try:
-        with Cluster.start(
-            nodes=1,
-            version=any_version,
-            plugins=["rabbitmq_auth_mechanism_ssl"],
-            config=config + anonymous,
-            extra_ports=("stream_tls",),
-        ) as cluster:
-            endpoint = cluster.nodes[0].endpoint
-            yield Secured(
-                Broker(endpoint.address, endpoint.ports["stream"]),
-                Broker(endpoint.address, endpoint.ports["stream_tls"]),
-                authority,
-                any_version,
-            )
-    finally:
-        for path in shown:
-            path.unlink()
-
-
-def _shown_to_broker(path: Path) -> Path:
-    """A copy where a broker in a root folder of its own sees it."""
-    copy = clusters_folder() / f".{secrets.token_hex(4)}-{path.name}"
-    shutil.copy(path, copy)
-    return copy
+    with secured_broker(any_version, tmp_path_factory.mktemp("authority")) as started:
+        yield started
 
 
 def options(
