@@ -16,7 +16,7 @@ from sharding.groups.delivery import Delivery, GivenBack, GroupFailed, OnDone
 from sharding.groups.foreman import Foreman, Hung, OnReleased, Settled
 from sharding.groups.lanes import Job, Ticket
 from sharding.groups.options import GroupOptions
-from sharding.groups.workshop import tell
+from sharding.groups.workshop import log_failure, tell
 
 logger = logging.getLogger("warren.groups")
 _random = random.Random()  # its own, so that nobody else's sequence of numbers changes
@@ -141,10 +141,7 @@ class AioWorkshop:
         if handling.done():
             end = handling.result()
             if end is not None:
-                shards = ", ".join(sorted({each.shard for each in deliveries}))
-                logger.warning(
-                    "a handler failed on %d of %s", len(deliveries), shards, exc_info=end
-                )
+                log_failure(job, end)
         else:
             limit = self._options.handler_timeout or 0.0
             end = Hung(limit)

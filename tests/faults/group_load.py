@@ -90,6 +90,8 @@ class Worker:
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
+        state = Path(f"/proc/{self.process.pid}/status")
+        wait_until(lambda: "State:\tT" in state.read_text(), 10)  # it may go on for a moment
         self.frozen = time.monotonic(), float("inf")
 
     def thaw(self) -> None:
