@@ -14,7 +14,7 @@ Every worker decides for itself, from what it has heard of the others. The rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from sharding.hashing import murmur3
@@ -56,6 +56,21 @@ def fair_shares(loads: Mapping[str, int], shards: int) -> dict[str, int]:
     least, more = divmod(shards, len(loads))
     ranked = sorted(loads, key=lambda worker: (-loads[worker], worker))
     return {worker: least + (rank < more) for rank, worker in enumerate(ranked)}
+
+
+def still_to_leave(give_up: Set[str], leaving: Set[str]) -> list[str]:
+    """Which shards to begin to give up, where some are being given up already.
+
+    Those may be others than the ones decided now, since leaving takes time and shares change
+    meanwhile; it is the number that counts.
+
+    >>> still_to_leave({"a", "b"}, {"c"})
+    ['a']
+    >>> still_to_leave({"a", "b"}, {"c", "d", "e"})
+    []
+    """
+    missing = max(0, len(give_up) - len(leaving))
+    return in_hashed_order(give_up - leaving)[:missing]
 
 
 def in_hashed_order(names: Iterable[str]) -> list[str]:

@@ -21,7 +21,7 @@ from sharding.groups.attempts import Attempts
 from sharding.groups.connections import Dialer, NodeConnections, SideConnection
 from sharding.groups.dead_letters import DeadLetters
 from sharding.groups.delivery import GroupFailed
-from sharding.groups.fair_share import decide, in_hashed_order
+from sharding.groups.fair_share import decide, still_to_leave
 from sharding.groups.membership import Membership
 from sharding.groups.options import GroupOptions
 from sharding.groups.shard_reader import Bench, NotLockable, ShardReader, is_in_use
@@ -137,8 +137,7 @@ class Steward:
         known = self._reachable(now)
         decision = decide(self.me, {**others, self.me: self.held()}, known)
         gone = self.held() - self._homes.keys()
-        surplus = [s for s in in_hashed_order(decision.give_up) if s not in self._leaving]
-        for shard in [*gone, *surplus[: len(decision.give_up) - len(self._leaving)]]:
+        for shard in [*gone, *still_to_leave(decision.give_up, self._leaving.keys())]:
             self._start(self._leaving, shard, self._give_up(shard))
         overdue = self._attempts.overdue(known.difference(self.held(), *others.values()), now)
         for shard in dict.fromkeys([*decision.take, *overdue]):
