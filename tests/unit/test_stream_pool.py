@@ -17,7 +17,7 @@ from sharding.errors import LocalError, ShardUnavailable, Unreachable
 from sharding.stream.errors import AuthenticationFailed, NodeNotReached
 from sharding.stream.network.balancer import Tries
 from sharding.stream.network.client import StreamClient
-from sharding.stream.network.pool import Pool
+from sharding.stream.network.pool import OwnConnections, Pool
 from sharding.stream.protocol import Broker, Code
 from tests.cluster import wait_until
 from tests.unit.stream_fakes import FakeClient, Handler, as_client, fake_of
@@ -371,3 +371,20 @@ def test_tries_go_at_once_for_each_node_and_then_with_growing_pauses() -> None:
     assert pauses[0] < 0.06
     assert max(pauses) <= 0.5
     assert sum(pauses) < 15
+
+
+def test_a_subscription_with_a_connection_of_its_own_ends_it() -> None:
+    """For a single active consumer the end of its connection is what frees the stream."""
+    network = Network()
+    with pool_of(network, capacity=1) as pool:
+        own = OwnConnections(pool)
+        deadline = time.monotonic() + 5
+        (first, number), (second, _) = (
+            own.subscriber([A], "s", Handler(), deadline) for _ in range(2)
+        )
+        assert first is not second
+        first.detach_subscriber(number)
+        own.release(first)
+        assert network.open == [fake_of(second)]
+        third, _ = own.subscriber([A], "s", Handler(), deadline)
+        assert third not in (first, second)

@@ -128,6 +128,7 @@ def test_the_answer_waits_for_what_is_at_work_and_the_offset_is_stored_before_it
     stored_at_answer: list[int | None] = []
     asked = worker.client.handlers[0].on_activity(False)
     asked.add_done_callback(lambda _: stored_at_answer.append(worker.stored))
+    wait_until(lambda: worker.workshop.counters["requeued"] == 6, PATIENCE)
     assert not asked.done(), "the reading thread got a future at once, and no answer yet"
     worker.let_go.set()
     assert asked.result(PATIENCE) == NEXT
