@@ -10,7 +10,8 @@ for the rules.
 What it can't know, and asks for:
 
 * The rows of a batch depend on its input alone. Expressions that Spark itself calls not
-  deterministic are refused; a function of one's own that reads a clock is not seen.
+  deterministic are refused, but under Spark Connect, whose client can't see that; a function of
+  one's own that reads a clock is not seen.
 * The checkpoint is not deleted, or everything comes twice: its query id is the producer's name.
 * The partitions of the target stay as many as they are while a batch is unfinished.
 * A stream remembers 255 names, so as many queries may write to it.
