@@ -26,7 +26,9 @@ from interceptors.aio_objects import (
     ShardedQueue,
 )
 from interceptors.aio_whereabouts import AioWhereabouts
+from interceptors.outcomes import PUBLISHING_COUNTED
 from interceptors.plan import Placement
+from sharding.counting import Subject
 from sharding.errors import OutcomeUnknown, ShardUnavailable
 from sharding.shard_map import Route, ShardMap
 from sharding.topology import Topology
@@ -41,6 +43,8 @@ class AioShardedChannel(Proxy):
     after it the outcome is unknown. `node` says which node the connection is on where Warren can't
     find out.
     """
+
+    counted_as = Subject("channel")
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class AioShardedChannel(Proxy):
         channel.close_callbacks.add(self.close_callbacks, weak=True)
         channel.return_callbacks.add(self.return_callbacks, weak=True)
         self._consumers = Consumers(channel, topology, confirm_timeout)
+        self.counters: dict[str, float] = dict.fromkeys(PUBLISHING_COUNTED, 0)
 
     def __await__(self) -> Generator[Any, Any, AioShardedChannel]:
         yield from self._wrapped.__await__()

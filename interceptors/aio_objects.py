@@ -252,20 +252,27 @@ class _Sending:
         unasked = self._owner.return_callbacks.unasked
         if not self._mandatory:
             unasked.add(sent.properties.message_id)
+        self._owner.counters["published"] += 1
+        outcome = "unknown"  # as long as nothing else is known, also when it is cancelled
         try:
             result = await exchange.publish(
                 sent, self._routing_key, mandatory=True, immediate=self._immediate
             )
+            outcome = "returned" if _came_back(result) else "confirmed"
         except PublishError as error:
+            outcome = "returned"
             self.suspect()
             if self._mandatory:
                 raise
             return error.message
         except DeliveryError:
+            outcome = "nacked"
             self.suspect()
             raise
         finally:
             unasked.discard(sent.properties.message_id)
+            if outcome != "confirmed" or result is not None:  # None: a channel without confirms
+                self._owner.counters[outcome] += 1
         if _came_back(result):
             self.suspect()
         return result

@@ -7,6 +7,9 @@ from enum import StrEnum
 
 from sharding.hashing import Key
 
+PUBLISHING_COUNTED = ("published", "confirmed", "nacked", "returned", "unknown")
+"""What every channel counts."""
+
 
 class Outcome(StrEnum):
     STORED = "stored"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,10 @@ from pika.spec import Basic
 
 from interceptors import plan
 from interceptors.addressing import addressed
+from interceptors.outcomes import PUBLISHING_COUNTED
 from interceptors.pika_async_base import DeferringChannel
 from interceptors.pika_loop import Done, off_loop
+from sharding.counting import Subject
 from sharding.errors import InvalidInput, WarrenError
 from sharding.shard_map import Shard, ShardMap
 from sharding.topology import Topology
@@ -66,6 +68,7 @@ class Unconfirmed:
         # Tags only grow, so both stay sorted.
         self._sent: dict[int, Publication | None] = {}
         self._returned: dict[int, Publication] = {}
+        self.counts = {"confirmed": 0, "nacked": 0, "returned": 0}
 
     def sent(self, publication: Publication | None) -> None:
         """One more was published; None if it is not sharded."""
@@ -85,8 +88,11 @@ class Unconfirmed:
         tag, multiple = int(verdict.delivery_tag), bool(verdict.multiple)
         sent = _take(self._sent, tag, multiple)
         returned = _take(self._returned, tag, multiple)
+        self.counts["returned"] += len(returned)
         if isinstance(verdict, Basic.Nack):
+            self.counts["nacked"] += len(sent)
             return [verdict], {publication.shard for publication in sent.values() if publication}
+        self.counts["confirmed"] += len(sent)
         unstored = {tag for tag, publication in returned.items() if not publication.asked}
         if not unstored:
             return [verdict], set()
@@ -118,6 +124,8 @@ def _take(publications: dict[int, Any], tag: int, multiple: bool) -> dict[int, A
 class PublishingChannel(DeferringChannel):
     """A channel that publishes to shards."""
 
+    counted_as = Subject("channel")
+
     def __init__(
         self, channel: Channel, topology: Topology, confirm_timeout: float, node: str | None
     ) -> None:
@@ -127,6 +135,7 @@ class PublishingChannel(DeferringChannel):
         self._return_callbacks: list[Callable[..., Any]] = []
         self._confirm_callbacks: list[OnFrame] = []
         self._unconfirmed: Unconfirmed | None = None
+        self._published = 0
         self._transacting = False
         self._asked = plan.AskedReturns()
         self._published_again = plan.AskedReturns()
@@ -134,6 +143,12 @@ class PublishingChannel(DeferringChannel):
         self._used: dict[str, tuple[ShardMap, ShardMap]] = {}
         self._strays: list[tuple[str, str, pika.BasicProperties, bytes]] = []
         channel.add_on_return_callback(self._on_return)
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Messages published here, and in confirm mode what became of them."""
+        settled = {} if self._unconfirmed is None else self._unconfirmed.counts
+        return dict.fromkeys(PUBLISHING_COUNTED, 0) | {"published": self._published} | settled
 
     def tx_select(self, callback: OnFrame | None = None) -> None:
         self._transacting = True
@@ -209,6 +224,7 @@ class PublishingChannel(DeferringChannel):
             newest, _ = self._used.get(exchange, (None, None))
             if newest is not shard_map:
                 self._used[exchange] = (shard_map, newest or shard_map)
+        self._published += 1
         if self._unconfirmed is not None:
             self._unconfirmed.sent(publication)
 

@@ -16,11 +16,10 @@ from pika.adapters.blocking_connection import ReturnedMessage
 from pika.compat import as_bytes
 from pika.exceptions import ChannelWrongStateError, NackError, UnroutableError
 
+from interceptors.outcomes import PUBLISHING_COUNTED
 from sharding.errors import OutcomeUnknown
 
 logger = logging.getLogger("warren.channel")
-
-_COUNTED = ("published", "confirmed", "nacked", "returned", "unknown")
 
 
 class BlockingConfirms:
@@ -35,7 +34,7 @@ class BlockingConfirms:
         self._asked = False
         self._returned: list[ReturnedMessage] = []
         self._confirmed: bool | None = None
-        self.counters = dict.fromkeys(_COUNTED, 0)
+        self.counters = dict.fromkeys(PUBLISHING_COUNTED, 0)
 
     def select(self) -> None:
         if self.active:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
+from typing import Any, cast
 
+import aio_pika
 import pytest
 
 from interceptors import ShardedChannel, ShardedPublisher
+from interceptors.aio import AioShardedChannel
+from interceptors.pika_async import AsyncShardedChannel
 from sharding import Policy, metrics
 from sharding.counting import Source
 from sharding.groups import ConsumerGroup, StreamConsumerGroup
 from sharding.stream import StreamEnvironment
-from tests.cluster import Cluster
-from tests.sharded import connection_to, fresh_queue, topology_of
+from sharding.topology import Topology
+from tests.cluster import Cluster, wait_until
+from tests.integration.test_pika_async import Client
+from tests.sharded import connection_to, fresh_queue, raw_channel, topology_of
 from tests.unit.test_metrics import scraped
 
 pytestmark = pytest.mark.cluster
@@ -114,3 +123,56 @@ def test_numbers_of_queues_equal_what_was_published(cluster: Cluster) -> None:
     assert seen[("warren_channel_confirmed_total", ())] == 20
     assert seen[("warren_topology_map_changes_total", ())] >= 1
     assert seen[("warren_topology_epoch", ())] >= 1
+
+
+def test_asynchronous_channels_count_what_became_of_their_messages(cluster: Cluster) -> None:
+    """Stored ones, and some that came back because their shard is gone."""
+    logical, node = fresh_queue(), cluster.nodes[0]
+    keys = [f"user-{number}" for number in range(40)]
+    with topology_of(cluster) as topology:
+        topology.set_policy(Policy.exactly(logical, 1, name=logical))
+        shard_map = topology.ensure(logical).shard_map
+        lost = shard_map.shards[0].name
+        gone = sum(shard_map.shard_of(key).name == lost for key in keys)
+        with raw_channel(node) as raw:
+            raw.queue_delete(lost)
+        expected = {"published": 40, "confirmed": 40 - gone, "returned": gone, "nacked": 0}
+
+        async def with_aio_pika() -> Mapping[str, float]:
+            async with await aio_pika.connect(node.endpoint.amqp_url) as connection:
+                channel = AioShardedChannel(
+                    await connection.channel(on_return_raises=False), unsuspecting
+                )
+                exchange = await channel.get_exchange(logical)
+                for key in keys:
+                    await exchange.publish(aio_pika.Message(b"x"), key, mandatory=True)
+                return dict(channel.counters)
+
+        unsuspecting = cast(Topology, Unsuspecting(topology))
+        assert asyncio.run(with_aio_pika()) == expected | {"unknown": 0}
+
+        client = Client(
+            "select", node.endpoint.amqp_url, lambda raw: AsyncShardedChannel(raw, unsuspecting)
+        )
+        try:
+            channel = client.channel
+            client.ask(lambda answer: channel.confirm_delivery(lambda _: None, answer))
+            for key in keys:
+                client.do(partial(channel.basic_publish, logical, key, b"x", None, True))
+            wait_until(lambda: channel.counters == expected | {"unknown": 0}, 30)
+        finally:
+            client.end()
+        topology.forget(logical)
+
+
+class Unsuspecting:
+    """A topology that never takes a shard for away, so that every message is sent."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._topology, name)
+
+    def suspect(self, shard: str) -> None:
+        pass
