@@ -228,7 +228,7 @@ class PartitionReader:
         assert rest is not None
         with self._news:
             left = self._wake_at() - self._clock()
-            self._news.wait_for(lambda: turn.room > 0 or self._interrupted(), max(0.0, left))
+            self._news.wait_for(lambda: turn.has_room or self._interrupted(), max(0.0, left))
         for _ in range(turn.room):
             if self._interrupted():
                 return
@@ -242,11 +242,14 @@ class PartitionReader:
         return bool(self._changes) or self._stop_at is not None
 
     def _on_progress(self) -> None:
-        """A message is settled: there is room, and maybe an offset to store."""
-        with self._news:
-            self._news.notify_all()
+        """A message is settled: maybe there is room now, and an offset to store."""
         turn = self._turn
-        due = turn.due_at() if turn is not None else None
+        if turn is None:
+            return
+        if turn.has_room:
+            with self._news:
+                self._news.notify_all()
+        due = turn.due_at()
         if due is not None and due <= self._clock():
             self._inbox.wake()
 

@@ -45,6 +45,7 @@ class Turn:
         self._on_progress = on_progress
         self._clock = clock
         self._lock = threading.Lock()
+        self._worthwhile = max(1, options.prefetch // 10)
         self._watermark = Watermark(mark)
         self._stored = mark
         self._moved = 0
@@ -55,6 +56,11 @@ class Turn:
     def room(self) -> int:
         """How many more messages may be submitted now."""
         return self._options.prefetch - self._watermark.in_hand
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it is worth to submit more: to wake a thread for each message costs too much."""
+        return self.room >= self._worthwhile
 
     @property
     def in_hand(self) -> int:
