@@ -1,34 +1,29 @@
 """Streaming queries whose workers, drivers and brokers are killed: what is promised, by row.
 
 The copied rows are shuffled on their way, and the number of cores, of shuffled partitions, of
-reading and of publishing tasks differs from one start of the driver to the next.
+reading and of publishing tasks differs from one start of the driver to the next. Nothing may be
+lost by any sink; `exactly_once` stores nothing twice and keeps the order, the others' duplicates
+are counted.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sharding.stream.environment import StreamEnvironment
 from spark import PublishOptions, publish_partition
-from tests.cluster import Cluster, wait_until
+from tests.cluster import Cluster, Node, wait_until
 from tests.faults.spark_driver import Copy
-from tests.machine import PROJECT
+from tests.faults.spark_kills import RUN_TIMEOUT, Driver, kill_workers
 from tests.sharded import drain, shards_in_broker, topology_of
 from tests.spark.stored import (
     Orders,
+    StoredRow,
     amqp_uri,
     count_of,
     environment_of,
@@ -42,24 +37,57 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ORDERS = Orders(keys=100, of_each=200)
 ROWS_PER_BATCH = 5_000
-RUN_TIMEOUT = 240.0
-SHAPES: Iterator[dict[str, Any]] = itertools.cycle(
-    [
-        {"cores": "local[2,8]", "shuffled_into": 3, "tasks": 3, "read_partitions": 1},
-        {"cores": "local[1,8]", "shuffled_into": 2, "tasks": 1, "read_partitions": 5},
-        {"cores": "local[3,8]", "shuffled_into": 5, "tasks": 2, "read_partitions": 4},
-    ]
-)
+every_sink = pytest.mark.parametrize("sink", ["exactly_once", "stream", "queue"])
 
 
-@pytest.fixture
-def environment(cluster: Cluster) -> Iterator[StreamEnvironment]:
-    with environment_of(cluster) as made:
-        yield made
+@dataclass(frozen=True)
+class Target:
+    """Where rows are copied to."""
+
+    name: str
+    count: Callable[[], int]
+    rows: Callable[[], Mapping[str, Sequence[StoredRow]]]
+    leader: Callable[[], Node]
+    """A node that leads one of its streams, or holds one of its queues."""
 
 
-@pytest.fixture
-def source(cluster: Cluster, environment: StreamEnvironment) -> Iterator[str]:
+@contextmanager
+def target_of(sink: str, cluster: Cluster, environment: StreamEnvironment) -> Iterator[Target]:
+    if sink == "queue":
+        with sharded_queue(cluster) as logical, topology_of(cluster.nodes) as topology:
+            shards = shards_in_broker(cluster, logical)
+            yield Target(
+                logical,
+                lambda: sum(each.messages for each in topology.look_at(shards).values() if each),
+                lambda: queued_in(cluster, shards),
+                lambda: next(node for node in cluster.nodes if node.name in shards.values()),
+            )
+        return
+    with super_stream(environment, partitions=4) as name:
+        streams = environment.partitions(name)
+        yield Target(
+            name,
+            lambda: count_of(environment, streams),
+            lambda: stored_in(environment, streams),
+            lambda: leader_of(cluster, environment, streams[0]),
+        )
+
+
+def leader_of(cluster: Cluster, environment: StreamEnvironment, stream: str) -> Node:
+    leader = environment.route(stream).leader
+    assert leader is not None
+    return next(node for node in cluster.nodes if node.endpoint.address == leader.host)
+
+
+def queued_in(cluster: Cluster, shards: Mapping[str, str]) -> dict[str, list[StoredRow]]:
+    found: dict[str, list[StoredRow]] = {shard: [] for shard in shards}
+    for shard, key, body in drain(cluster.nodes[0], shards):
+        found[shard].append(StoredRow(key, body))
+    return found
+
+
+@contextmanager
+def source_of(cluster: Cluster, environment: StreamEnvironment) -> Iterator[str]:
     """A super stream with all orders."""
     with super_stream(environment) as name:
         publish_partition(ORDERS, PublishOptions.of(superStream=name, uri=stream_uri(cluster)))
@@ -67,197 +95,86 @@ def source(cluster: Cluster, environment: StreamEnvironment) -> Iterator[str]:
 
 
 @contextmanager
-def driver(copy: Copy, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The driver in a process group of its own; nothing of it is left behind."""
-    command = [sys.executable, "-m", "tests.faults.spark_driver", copy.dumps()]
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command, cwd=PROJECT, stdout=output, stderr=output, start_new_session=True
+def copying(sink: str, cluster: Cluster, folder: Path) -> Iterator[tuple[Driver, Target]]:
+    with (
+        environment_of(cluster) as environment,
+        source_of(cluster, environment) as source,
+        target_of(sink, cluster, environment) as target,
+    ):
+        copy = Copy(
+            sink=sink,
+            source=source,
+            target=target.name,
+            checkpoint=str(folder / "checkpoint"),
+            uri=stream_uri(cluster),
+            amqp_uri=amqp_uri(cluster),
+            rows_per_batch=ROWS_PER_BATCH,
         )
-    try:
-        yield process
-    finally:
-        kill_group(process)
+        yield Driver(copy, folder / "driver.log"), target
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill -9 of the driver, its JVM and its Python workers at once."""
-    for pid in members_of(process.pid):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait(timeout=30)
+def judge(sink: str, what: str, stored: Mapping[str, Sequence[StoredRow]]) -> None:
+    lost, twice = ORDERS.lost_and_twice(stored)
+    print(f"\n{sink}, {what}: {len(ORDERS):,} rows, {lost:,} lost, {twice:,} twice")
+    assert lost == 0
+    if sink == "exactly_once":
+        assert twice == 0
+        ORDERS.assert_in_order(stored)
 
 
-def members_of(session: int) -> list[int]:
-    """Every process of a session, also those with a group of their own."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError, IndexError, ValueError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == session:
-                    found.append(int(entry.name))
-    return found
+@every_sink
+def test_drivers_killed_mid_batch(sink: str, cluster: Cluster, tmp_path: Path) -> None:
+    with copying(sink, cluster, tmp_path) as (driver, target):
+        seen = []
+        for batch in range(3):
+            middle = batch * ROWS_PER_BATCH + ROWS_PER_BATCH // 4
+            driver.kill_when(lambda middle=middle: target.count() > middle)  # type: ignore[misc]
+            seen.append(target.count())
+        driver.finish()
+        stored = target.rows()
+    if sink == "exactly_once":
+        assert any(count % ROWS_PER_BATCH for count in seen), f"none died in a batch: {seen}"
+    judge(sink, f"3 drivers killed with {seen} rows stored", stored)
 
 
-def python_workers(session: int) -> list[int]:
-    """The processes that run tasks: children of Spark's Python daemon."""
-    parents: dict[int, int] = {}
-    daemons = set()
-    for pid in members_of(session):
-        with suppress(OSError, IndexError):
-            fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
-            parents[pid] = int(fields[1])
-            if b"pyspark.daemon" in (Path("/proc") / str(pid) / "cmdline").read_bytes():
-                daemons.add(pid)
-    return [pid for pid, parent in parents.items() if parent in daemons and pid in daemons]
-
-
-def finish(copy: Copy, log: Path) -> None:
-    """Run the driver to its end; a batch that fails ends it, and then it is started again."""
-    deadline = time.monotonic() + RUN_TIMEOUT
-    while True:
-        shape = next(SHAPES)
-        with driver(replace(copy, **shape), log) as process:
-            if process.wait(timeout=max(1.0, deadline - time.monotonic())) == 0:
-                return
-        assert time.monotonic() < deadline, log.read_text()[-4_000:]
-
-
-def kill_when(copy: Copy, log: Path, reached: Callable[[], bool]) -> None:
-    """Start the driver, wait for a state in the middle of its work, and kill all of it."""
-    with driver(replace(copy, **next(SHAPES)), log) as process:
-        wait_until(lambda: reached() or process.poll() is not None, RUN_TIMEOUT)
-        assert process.poll() is None, log.read_text()[-4_000:]
-
-
-def copy_of(cluster: Cluster, sink: str, source: str, target: str, folder: Path) -> Copy:
-    return Copy(
-        sink=sink,
-        source=source,
-        target=target,
-        checkpoint=str(folder / "checkpoint"),
-        uri=stream_uri(cluster),
-        amqp_uri=amqp_uri(cluster),
-        rows_per_batch=ROWS_PER_BATCH,
-    )
-
-
-def kill_drivers_mid_batch(
-    environment: StreamEnvironment, copy: Copy, log: Path, streams: tuple[str, ...]
-) -> list[int]:
-    """Three drivers die, each in another batch; how many rows were stored each time."""
-    seen = []
-    for batch in range(3):
-        middle = batch * ROWS_PER_BATCH + ROWS_PER_BATCH // 4
-
-        def reached(middle: int = middle) -> bool:
-            return count_of(environment, streams) > middle
-
-        kill_when(copy, log, reached)
-        seen.append(count_of(environment, streams))
-    return seen
-
-
-def test_exactly_once_survives_drivers_killed_mid_batch(
-    cluster: Cluster, environment: StreamEnvironment, source: str, tmp_path: Path
-) -> None:
-    log = tmp_path / "driver.log"
-    with super_stream(environment, partitions=4) as target:
-        streams = environment.partitions(target)
-        copy = copy_of(cluster, "exactly_once", source, target, tmp_path)
-        seen = kill_drivers_mid_batch(environment, copy, log, streams)
-        finish(copy, log)
-        stored = stored_in(environment, streams)
-    print(f"exactly_once: drivers killed with {seen} rows stored")
-    assert any(count % ROWS_PER_BATCH for count in seen), f"none died in a batch: {seen}"
-    assert ORDERS.lost_and_twice(stored) == (0, 0)
-    ORDERS.assert_in_order(stored)
-
-
-def test_exactly_once_survives_python_workers_killed_mid_batch(
-    cluster: Cluster, environment: StreamEnvironment, source: str, tmp_path: Path
-) -> None:
-    log = tmp_path / "driver.log"
+@every_sink
+def test_python_workers_killed_mid_batch(sink: str, cluster: Cluster, tmp_path: Path) -> None:
     killed = []
-    with super_stream(environment, partitions=4) as target:
-        streams = environment.partitions(target)
-        copy = copy_of(cluster, "exactly_once", source, target, tmp_path)
-        with driver(copy, log) as process:
+    with copying(sink, cluster, tmp_path) as (driver, target):
+        with driver.started() as process:
             for part in (1, ROWS_PER_BATCH // 2, 2 * ROWS_PER_BATCH):
                 wait_until(
-                    lambda part=part: (  # type: ignore[misc]
-                        count_of(environment, streams) >= part or process.poll() is not None
-                    ),
+                    lambda part=part: target.count() >= part or process.poll() is not None,  # type: ignore[misc]
                     RUN_TIMEOUT,
                 )
-                for pid in python_workers(process.pid):
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                        killed.append(pid)
+                killed.append(kill_workers(process))
             process.wait(timeout=RUN_TIMEOUT)
-        finish(copy, log)
-        stored = stored_in(environment, streams)
-    assert killed, "no worker was there to be killed"
-    assert ORDERS.lost_and_twice(stored) == (0, 0)
-    ORDERS.assert_in_order(stored)
+        driver.finish()
+        stored = target.rows()
+    assert sum(killed), "no worker was there to be killed"
+    judge(sink, f"{killed} Python workers killed", stored)
 
 
-def test_exactly_once_survives_the_leader_killed_mid_batch(tmp_path: Path) -> None:
-    log = tmp_path / "driver.log"
-    with (
-        Cluster.start() as own,
-        environment_of(own) as environment,
-        super_stream(environment) as source,
-        super_stream(environment) as target,
-    ):
-        publish_partition(ORDERS, PublishOptions.of(superStream=source, uri=stream_uri(own)))
-        streams = environment.partitions(target)
-        copy = copy_of(own, "exactly_once", source, target, tmp_path)
-        leader = environment.route(streams[0]).leader
-        assert leader is not None
-        victim = next(node for node in own.nodes if node.endpoint.address == leader.host)
-        with driver(copy, log) as process:
-            wait_until(lambda: count_of(environment, streams) > ROWS_PER_BATCH // 2, RUN_TIMEOUT)
+@pytest.fixture(scope="module")
+def own(broker_version: str) -> Iterator[Cluster]:
+    """A cluster that may be harmed."""
+    with Cluster.start(version=broker_version) as started:
+        yield started
+
+
+@every_sink
+def test_leader_killed_mid_batch(sink: str, own: Cluster, tmp_path: Path) -> None:
+    with copying(sink, own, tmp_path) as (driver, target):
+        victim = target.leader()
+        with driver.started() as process:
+            wait_until(lambda: target.count() > ROWS_PER_BATCH // 2, RUN_TIMEOUT)
             victim.kill()
-            process.wait(timeout=RUN_TIMEOUT)
-        victim.restart()
-        finish(copy, log)
-        stored = stored_in(environment, streams)
-    assert ORDERS.lost_and_twice(stored) == (0, 0)
-    ORDERS.assert_in_order(stored)
-
-
-def test_plain_sink_loses_nothing_when_drivers_are_killed_mid_batch(
-    cluster: Cluster, environment: StreamEnvironment, source: str, tmp_path: Path
-) -> None:
-    log = tmp_path / "driver.log"
-    with super_stream(environment, partitions=4) as target:
-        streams = environment.partitions(target)
-        copy = copy_of(cluster, "stream", source, target, tmp_path)
-        kill_drivers_mid_batch(environment, copy, log, streams)
-        finish(copy, log)
-        lost, twice = ORDERS.lost_and_twice(stored_in(environment, streams))
-    print(f"plain sink: {lost} lost, {twice} twice")
-    assert lost == 0
-
-
-def test_queue_shards_lose_nothing_when_a_driver_is_killed_mid_batch(
-    cluster: Cluster, source: str, tmp_path: Path
-) -> None:
-    log = tmp_path / "driver.log"
-    with sharded_queue(cluster) as logical, topology_of(cluster.nodes) as topology:
-        copy = copy_of(cluster, "queue", source, logical, tmp_path)
-        shards = list(shards_in_broker(cluster, logical))
-
-        def depth() -> int:
-            return sum(each.messages for each in topology.look_at(shards).values() if each)
-
-        kill_when(copy, log, lambda: depth() > ROWS_PER_BATCH // 4)
-        finish(copy, log)
-        taken = drain(cluster.nodes[0], shards)
-    found = Counter((key, body) for _, key, body in taken)
-    lost = set(ORDERS) - set(found)
-    print(f"queue shards: {len(lost)} lost, {found.total() - len(found)} twice")
-    assert not lost
-    assert set(found) <= set(ORDERS)
+            if sink == "queue":
+                # A queue is on one node, so there is no going on without it.
+                victim.restart()
+            ended = process.wait(timeout=RUN_TIMEOUT)
+        if sink != "queue":
+            victim.restart()
+        starts = driver.finish()
+        stored = target.rows()
+    judge(sink, f"leader killed, driver ended with {ended}, {starts} starts after it", stored)
