@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from interceptors import Outcome
-from sharding import Policy
+from interceptors import Outcome, ShardedPublisher
+from sharding import Policy, Topology
+from sharding.groups import ConsumerGroup
 from tests.cluster import Cluster, wait_until
 from tests.faults.group_load import (
     ConsumerWatch,
@@ -182,6 +183,36 @@ def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
     check_one_reader(workers)
     # Handlers that were at work when it froze, and what was handled and not yet acknowledged.
     assert len(again) <= 2 * 3
+
+
+@pytest.mark.timeout(300)
+def test_nodes_that_join_and_leave_are_followed_without_a_restart(own: Cluster) -> None:
+    logical = fresh_queue()
+    handled: list[bytes] = []
+
+    def publish(topology: Topology, count: int) -> None:
+        with ShardedPublisher(topology, logical) as publisher:
+            for number in range(count):
+                publisher.publish(f"key-{number}", b"%d" % number)
+
+    with topology_of(own) as topology:
+        topology.set_policy(Policy.exactly(logical, 2, name=logical))
+        topology.ensure(logical)
+        with ConsumerGroup(topology, logical, lambda each: handled.append(each.body)) as group:
+            wait_until(lambda: len(group.shards) == 6, 20)
+            node = own.add_node()
+            try:
+                assert len(topology.ensure(logical).shard_map.shards_on(node.name)) == 2
+                wait_until(lambda: len(group.shards) == 8, 20)
+                publish(topology, 100)
+                wait_until(lambda: len(handled) == 100, 20)
+            finally:
+                own.remove_node(node)
+            assert not topology.ensure(logical).shard_map.shards_on(node.name)
+            wait_until(lambda: len(group.shards) == 6, 20, lambda: str(sorted(group.shards)))
+            publish(topology, 100)
+            wait_until(lambda: len(handled) == 200, 20)
+            assert group.counters["lost"] == 2
 
 
 def _lines(workers: list[Worker]) -> list[Line]:
