@@ -298,6 +298,7 @@ class ShardedChannel:
     ) -> None:
         shard_map = self._topology.shard_map(exchange) if exchange else None
         if shard_map is None:
+            mandatory = mandatory or self._topology.was_sharded(exchange)
             self._confirms.publish(exchange, routing_key, body, properties, mandatory)
             return
         shard = self._shard_for(shard_map, routing_key)

@@ -67,6 +67,7 @@ class Topology:
         self._homes: tuple[State | None, dict[str, str]] = (None, {})
         self._pid = os.getpid()
         self._listeners: list[Listener] = []
+        self._once_sharded: set[str] = set()
         self._ready = threading.Event()
         self._closed = False
         parameters = [amqp_parameters(url) for url in urls]
@@ -142,6 +143,11 @@ class Topology:
 
     def shard_map(self, logical: str) -> ShardMap | None:
         return self.state.maps.get(logical)
+
+    def was_sharded(self, logical: str) -> bool:
+        """Whether this process has seen a map of the name go. Its exchange may be there still, and
+        would drop what is published to it under a key of the application."""
+        return logical in self._once_sharded
 
     def policy_for(self, logical: str) -> Policy | None:
         return policy_for(logical, self.state.policies.values())
@@ -321,6 +327,7 @@ class Topology:
 
     def _on_change(self, old: State, new: State) -> None:
         self._plane.counts["map_changes"] += 1
+        self._once_sharded |= old.maps.keys() - new.maps.keys()
         # What was there before this process is no news, though it is read record by record.
         level = logging.DEBUG if self._plane.validated_at is None else logging.INFO
         for sentence in state_difference(old, new):

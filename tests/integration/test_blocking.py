@@ -148,6 +148,18 @@ def test_unroutable_message_is_an_error_also_without_mandatory(
         channel.basic_publish("amq.direct", "nobody", b"x", mandatory=True)
 
 
+def test_name_that_is_sharded_no_more_loses_nothing_silently(
+    topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    channel = ShardedChannel(connection.channel(), topology)
+    channel.confirm_delivery()
+    channel.basic_publish(images.logical, "user-42", b"stored")
+    topology.forget(images.logical)
+    wait_until(lambda: topology.shard_map(images.logical) is None, 5)
+    with pytest.raises(UnroutableError):  # Warren's exchange is still there, and routes nothing
+        channel.basic_publish(images.logical, "user-42", b"nowhere to go")
+
+
 def test_transaction_publishes_on_commit(
     cluster: Cluster, topology: Topology, connection: BlockingConnection, images: ShardMap
 ) -> None:
