@@ -12,7 +12,7 @@ import pytest
 from tests.machine import PROJECT
 
 # Those that need a broker have their like in tests/integration/test_examples.py.
-NEEDS_A_BROKER = ("BlockingConnection", "StreamEnvironment", "spark")
+NEEDS_A_BROKER = ("BlockingConnection", "ConsumerGroup", "StreamEnvironment", "spark")
 EXAMPLES = [
     example
     for example in re.findall(
