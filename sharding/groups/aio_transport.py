@@ -27,6 +27,8 @@ from sharding.groups.transport import GroupChannel, GroupSession
 
 _NAMES = {"type": "message_type"}
 """Properties whose names differ between pika and pamqp."""
+_RESERVED = {"cluster_id"}
+"""Of no use in AMQP 0-9-1; pamqp refuses to send it, and reads it as an empty text."""
 _GONE = (aiormq.exceptions.AMQPError, OSError, RuntimeError)
 """What aio-pika raises where a channel or a connection is refused, lost or closed already."""
 _CODES: dict[type[BaseException], int] = {
@@ -259,7 +261,7 @@ class AioChannel:
 def to_pika(given: Any) -> pika.BasicProperties:
     """pamqp's properties as pika's: handlers and dead letters know these only."""
     properties = pika.BasicProperties()
-    for name in vars(properties):
+    for name in vars(properties).keys() - _RESERVED:
         value = getattr(given, _NAMES.get(name, name), None)
         if name == "timestamp" and isinstance(value, datetime):
             value = calendar.timegm(value.utctimetuple())
@@ -268,9 +270,8 @@ def to_pika(given: Any) -> pika.BasicProperties:
 
 
 def to_pamqp(given: pika.BasicProperties) -> commands.Basic.Properties:
-    # pamqp refuses the reserved property cluster_id unless it is an empty text.
-    values = {_NAMES.get(name, name): value for name, value in vars(given).items()}
-    del values["cluster_id"]
+    names = vars(given).keys() - _RESERVED
+    values = {_NAMES.get(name, name): getattr(given, name) for name in names}
     if values.get("timestamp") is not None:
         values["timestamp"] = datetime.fromtimestamp(values["timestamp"], UTC)
     return commands.Basic.Properties(**values)
