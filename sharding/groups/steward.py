@@ -30,7 +30,15 @@ from sharding.shard_map import ShardMap
 logger = logging.getLogger("warren.groups")
 
 LOOK_INTERVAL = 0.25
-COUNTED = ("taken", "released", "lost", "refused", "redelivered", "dead_lettered")
+COUNTED = (
+    "taken",
+    "released",
+    "lost",
+    "refused",
+    "redelivered",
+    "dead_lettered",
+    "dead_letter_failures",
+)
 
 
 class Steward:
