@@ -72,8 +72,7 @@ class StreamMembers:
 
     def start(self) -> None:
         """Raises if there is no such stream and none can be made."""
-        if not self._environment.exists(self._stream):
-            self._environment.create_stream(self._stream, _KEPT, exist_ok=True)
+        self._make()
         for thread in self._threads:
             thread.start()
 
@@ -106,6 +105,10 @@ class StreamMembers:
             if thread.is_alive():
                 thread.join(max(0.0, deadline - self._clock()))
 
+    def _make(self) -> None:
+        if not self._environment.exists(self._stream):
+            self._environment.create_stream(self._stream, _KEPT, exist_ok=True)
+
     def _guarded(self, work: Callable[[], None]) -> None:
         """Do the work again until it is closed: nothing may end a thread that nobody watches."""
         while not self._closed:
@@ -119,6 +122,7 @@ class StreamMembers:
                 self._news.wait_for(lambda: self._closed, _TRY_AGAIN)
 
     def _hear(self) -> None:
+        self._make()  # somebody may have deleted it
         with self._environment.consumer(self._stream, offset="next") as consumer:
             self._consumer = consumer
             if self._joined_at is None:

@@ -464,6 +464,20 @@ def add_partition(cluster: Cluster, super_stream: str, stream: str, order: int) 
     connection.close()
 
 
+def test_workers_find_each_other_again_when_their_stream_was_deleted(
+    environment: StreamEnvironment, invoices: str
+) -> None:
+    log = Log()
+    with group_of(environment, invoices, log) as first:
+        settle([first], [PARTITIONS])
+        environment.delete_stream(members_stream(invoices))
+        with group_of(environment, invoices, log) as second:
+            settle([first, second], [PARTITIONS // 2, PARTITIONS // 2])
+            publish(environment, invoices, 100)
+            log.wait_for(100)
+    assert sorted(log.numbers()) == list(range(100))
+
+
 def test_stop_in_a_handler_ends_run(environment: StreamEnvironment, events: str) -> None:
     publish(environment, events, 100, keys=1)
     handled = []
