@@ -33,7 +33,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from benchmarks.rounds import alternate, print_ratio
+from benchmarks.rounds import Ratio, alternate, print_ratio
 from sharding.hashing import murmur3
 from sharding.stream import Columns, StreamArguments, StreamEnvironment
 from tests.cluster import Cluster
@@ -47,9 +47,13 @@ ROUNDS = 5
 WARM_UP = 2
 BATCH = 10_000
 STORED, SCRATCH = "stored", "scratch"
+SOURCE, SINK = "Spark batch read", "Spark batch write, all confirmed"
+MEMORY = "an in-memory Arrow data source in Spark"
+CLIENT_READING, CLIENT_WRITING = "the client alone, reading", "the client alone, writing"
+NAIVE_WAY = "`foreachPartition` with blocking pika and confirms"
 
 
-def main() -> None:
+def main() -> list[Ratio]:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     with (
         Cluster.start(nodes=3) as cluster,
@@ -66,7 +70,9 @@ def main() -> None:
         spark.sparkContext.setLogLevel("ERROR")
         node = cluster.nodes[0].endpoint
         try:
-            Measurement(spark, environment, node.amqp_url, node.address, node.ports["stream"]).run()
+            return Measurement(
+                spark, environment, node.amqp_url, node.address, node.ports["stream"]
+            ).run()
         finally:
             spark.stop()
 
@@ -82,7 +88,7 @@ class Measurement:
         self._bodies = [b"x" * 100] * BATCH
         self._keys = [f"user-{number % KEYS}" for number in range(BATCH)]
 
-    def run(self) -> None:
+    def run(self) -> list[Ratio]:
         self._environment.create_super_stream(STORED, PARTITIONS)
         kept = StreamArguments(max_length_bytes=200_000_000, max_segment_bytes=50_000_000)
         self._environment.create_super_stream(SCRATCH, PARTITIONS, kept)
@@ -96,20 +102,22 @@ class Measurement:
         schema = self._read_options().load().schema
         self._spark.dataSource.register(in_memory(schema))
         ways: dict[str, Callable[[], float]] = {
-            "source": lambda: read_speed(self._read_options().load()),
-            "rows from memory": lambda: read_speed(self._spark.read.format("memory").load()),
-            "client alone, reading": self._consume,
-            "sink": lambda: self._write(rows),
-            "client alone, writing": lambda: self._produce(SCRATCH, WRITTEN),
-            "naive": lambda: self._write_naively(rows.limit(NAIVE)),
+            SOURCE: lambda: read_speed(self._read_options().load()),
+            MEMORY: lambda: read_speed(self._spark.read.format("memory").load()),
+            CLIENT_READING: self._consume,
+            SINK: lambda: self._write(rows),
+            CLIENT_WRITING: lambda: self._produce(SCRATCH, WRITTEN),
+            NAIVE_WAY: lambda: self._write_naively(rows.limit(NAIVE)),
         }
         for way in [*ways.values()] * WARM_UP:
             way()
         speeds = alternate(ways, ROUNDS)
-        print_ratio(speeds, "source", "rows from memory", 0.25)
-        print_ratio(speeds, "source", "client alone, reading", 0.6)
-        print_ratio(speeds, "sink", "client alone, writing", 0.7)
-        print_ratio(speeds, "sink", "naive", 20)
+        return [
+            print_ratio(speeds, SOURCE, MEMORY, 0.25),
+            print_ratio(speeds, SOURCE, CLIENT_READING, 0.6),
+            print_ratio(speeds, SINK, CLIENT_WRITING, 0.7),
+            print_ratio(speeds, SINK, NAIVE_WAY, 20),
+        ]
 
     def _read_options(self) -> Any:
         reader = self._spark.read.format("warren").option("uri", self._uri)
