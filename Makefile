@@ -49,7 +49,7 @@ faults: ready
 # pika, pyarrow, numpy) must be installed where the executors run.
 zip: ready
 	rm -rf dist
-	$(RUN)pip wheel --quiet --no-deps --wheel-dir dist .
+	$(RUN)pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	cp dist/rabbit_warren-*.whl dist/rabbit-warren.zip
 
 up: ready
