@@ -55,6 +55,7 @@ NAIVE_WAY = "`foreachPartition` with blocking pika and confirms"
 
 def main() -> list[Ratio]:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # a laptop may have no other address
     with (
         Cluster.start(nodes=3) as cluster,
         StreamEnvironment(*(node.endpoint.stream_url for node in cluster)) as environment,
