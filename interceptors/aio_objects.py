@@ -174,7 +174,7 @@ class ShardedExchange(Proxy):
     ) -> Any:
         shard_map = await self._owner._shard_map(self._logical)
         if shard_map is None:
-            mandatory = mandatory or self._owner._topology.was_sharded(self._logical)
+            mandatory = mandatory or self._owner._topology.may_drop(self._logical, routing_key)
             return await self._wrapped.publish(
                 message, routing_key, mandatory=mandatory, immediate=immediate, timeout=timeout
             )

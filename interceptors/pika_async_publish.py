@@ -207,7 +207,7 @@ class PublishingChannel(DeferringChannel):
         publication: Publication | None = None
         shard_map = self._map(exchange)
         if shard_map is None:
-            mandatory = mandatory or self._topology.was_sharded(exchange)
+            mandatory = mandatory or self._topology.may_drop(exchange, routing_key)
             self._channel.basic_publish(exchange, routing_key, body, properties, mandatory)
         else:
             plan.check_key(shard_map, routing_key)

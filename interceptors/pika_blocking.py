@@ -239,6 +239,7 @@ class ShardedChannel:
                 internal,
                 _mutable(arguments),
             )
+        self._inner._impl._raise_if_not_open()
         known = self._topology.shard_map(exchange)
         if known is not None:
             # The broker objects to a declaration that does not fit, before anything is changed.
@@ -298,7 +299,7 @@ class ShardedChannel:
     ) -> None:
         shard_map = self._topology.shard_map(exchange) if exchange else None
         if shard_map is None:
-            mandatory = mandatory or self._topology.was_sharded(exchange)
+            mandatory = mandatory or self._topology.may_drop(exchange, routing_key)
             self._confirms.publish(exchange, routing_key, body, properties, mandatory)
             return
         shard = self._shard_for(shard_map, routing_key)

@@ -95,8 +95,8 @@ def set_policy(
             in_force = topology.policy_for(name)
             if in_force is not None and in_force != policy:
                 typer.echo(
-                    f"  the policy {printable(in_force.name)} outranks this one; to change that, "
-                    f"give --priority {in_force.priority + 1}, or clear it"
+                    f"  the policy '{printable(in_force.name)}' outranks this one, which changes "
+                    f"nothing; give --priority {in_force.priority + 1}, or clear the other"
                 )
 
 

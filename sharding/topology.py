@@ -144,10 +144,15 @@ class Topology:
     def shard_map(self, logical: str) -> ShardMap | None:
         return self.state.maps.get(logical)
 
-    def was_sharded(self, logical: str) -> bool:
-        """Whether this process has seen a map of the name go. Its exchange may be there still, and
-        would drop what is published to it under a key of the application."""
-        return logical in self._once_sharded
+    def may_drop(self, exchange: str, routing_key: str) -> bool:
+        """Whether the broker may confirm a plain publish there and drop it.
+
+        A name whose map has gone may have left its exchange, which routes no key of the
+        application. And there is no queue of a sharded name that the default exchange could reach.
+        """
+        if exchange:
+            return exchange in self._once_sharded
+        return routing_key in (self._fixed or self._plane.log.state).maps
 
     def policy_for(self, logical: str) -> Policy | None:
         return policy_for(logical, self.state.policies.values())
@@ -363,6 +368,11 @@ class Topology:
             return future.result(timeout)
         except (TimeoutError, concurrent.futures.TimeoutError):
             future.cancel()
+            if self._plane.validated_at is None:  # the log is read before anything is changed
+                raise Unreachable(
+                    f"no broker was reached within {timeout:g} s, and nothing was sent: "
+                    f"{self._plane.problem}"
+                ) from None
             raise OutcomeUnknown(
                 f"no answer within {timeout:g} s ({self._plane.problem}); it may take effect yet"
             ) from None

@@ -68,7 +68,8 @@ _FIXES = {
     Step.LOGIN: "Correct user and password (in a URL / # ? are written %2F %23 %3F); "
     "'rabbitmqctl authenticate_user {user}' tries them on a node. guest is let in from the "
     "broker's own machine only.",
-    Step.VHOST: "Correct the virtual host (/ itself is written %2F or left out), or run "
+    Step.VHOST: "Correct the virtual host (/ itself is written %2F or left out), make it with "
+    "'rabbitmqctl add_vhost {vhost}', or let the user in with "
     '\'rabbitmqctl set_permissions -p {vhost} {user} ".*" ".*" ".*"\'.',
 }
 _SECURE = {

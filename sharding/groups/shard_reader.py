@@ -188,6 +188,13 @@ class ShardReader:
         try:
             if await self._stored(delivery, dead):
                 self._counters["dead_lettered"] += 1
+                logger.warning(
+                    "key %r of %r is stored as a dead letter: %s, %s",
+                    delivery.key,
+                    self.shard,
+                    dead.why,
+                    dead.error,
+                )
                 self._settled.append(tag)
                 self._acknowledge()
         finally:

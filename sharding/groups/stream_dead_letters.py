@@ -127,6 +127,14 @@ class DeadLetters:
                 rest.append(letter)
                 continue
             self._counts.add("dead_lettered")
+            logger.warning(
+                "offset %s of %s is stored in %s as a dead letter: %s, %s",
+                letter.delivery.offset,
+                letter.delivery.shard,
+                self._stream,
+                letter.dead.why,
+                letter.dead.error,
+            )
             letter.then()
             letter.dead.buried()
         if rest:

@@ -240,13 +240,17 @@ class Workshop:
 def log_failure(job: Job, error: BaseException) -> None:
     """Say that a handler failed; how, only the first time."""
     shards = ", ".join(sorted({ticket.delivery.shard for ticket in job.tickets}))
+    first = job.tickets[0]
+    what = (
+        f"key {first.delivery.key!r}" if len(job.tickets) == 1 else f"{len(job.tickets)} messages"
+    )
     logger.warning(
-        "a handler failed on %d of %s, attempt %d: %s",
-        len(job.tickets),
+        "a handler failed on %s of %s, attempt %d: %s",
+        what,
         shards,
-        job.tickets[0].tries,
+        first.tries,
         first_line(error),
-        exc_info=error if job.tickets[0].tries == 1 else None,
+        exc_info=error if first.tries == 1 else None,
     )
 
 

@@ -1,7 +1,7 @@
 """`make up`, `make down`, `make status`: a local cluster for trying things.
 
 python -m tests.cluster up [NAME] [--nodes 3] [--version 4.0] [--plugin rabbitmq_sharding]
-python -m tests.cluster down [NAME]         one cluster, or all
+python -m tests.cluster down [NAME]         one cluster, or all that were started with up
 python -m tests.cluster status
 python -m tests.cluster prepare VERSION...      what their start would install
 """
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tests import machine
 from tests.cluster import DEFAULT_VERSION, Cluster, folders, sources
-from tests.cluster.display import cluster_table
+from tests.cluster.display import cluster_table, exports
 
 DEFAULT_NAME = "warren"
 
@@ -56,13 +56,14 @@ def _up(arguments: argparse.Namespace, console: Console) -> None:
             progress=status.update,
         )
     console.print(cluster_table(cluster))
+    console.print(exports(cluster), soft_wrap=True, highlight=False)
     if arguments.balancer:
         front = cluster.balancer().endpoint
         console.print(f"HAProxy in front: {front.amqp_url} {front.stream_url}")
 
 
 def _down(name: str | None, console: Console) -> None:
-    wanted = [name] if name else folders.names()
+    wanted = [name] if name else folders.kept() + folders.abandoned()
     for each in wanted:
         if each not in folders.names():
             raise ValueError(f"there is no cluster {each!r}; make status lists them")
@@ -79,7 +80,9 @@ def _status(console: Console) -> None:
     if not folders.names():
         console.print("no cluster is up; make up starts one")
     for record in folders.records():
-        console.print(cluster_table(Cluster.attach(record.name)))
+        cluster = Cluster.attach(record.name)
+        console.print(cluster_table(cluster))
+        console.print(exports(cluster), soft_wrap=True, highlight=False)
 
 
 def _parser() -> argparse.ArgumentParser:

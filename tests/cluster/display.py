@@ -25,6 +25,15 @@ def cluster_table(cluster: Cluster) -> Table:
     return table
 
 
+def exports(cluster: Cluster) -> str:
+    """What makes `warren` and the examples use this cluster."""
+    endpoint, management = cluster.nodes[0].endpoint, cluster.nodes[0].management
+    return (
+        f"export WARREN_URL={endpoint.amqp_url} WARREN_MANAGEMENT_URL={management.url} "
+        f"WARREN_STREAM_URL={endpoint.stream_url}"
+    )
+
+
 def _figures(cluster: Cluster) -> list[tuple[str, str]]:
     """What the nodes report; a node that just started has no figures for some seconds."""
     deadline = time.monotonic() + _FIRST_FIGURES

@@ -106,6 +106,11 @@ def records() -> list[Record]:
     return found
 
 
+def kept() -> list[str]:
+    """Clusters that belong to nobody: those of `make up`."""
+    return [record.name for record in records() if record.owner is None]
+
+
 def abandoned() -> list[str]:
     """Clusters whose owner is dead, or whose record never got written."""
     kept = {record.name for record in records() if _wanted(record)}

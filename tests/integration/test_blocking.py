@@ -8,7 +8,7 @@ from typing import Any
 import pika
 import pytest
 from pika.adapters.blocking_connection import BlockingConnection
-from pika.exceptions import ChannelClosedByBroker, UnroutableError
+from pika.exceptions import ChannelClosedByBroker, ChannelWrongStateError, UnroutableError
 
 from interceptors import Placement, ShardedChannel
 from sharding import InvalidInput, Policy, ShardMap, ShardUnavailable, Topology
@@ -158,6 +158,27 @@ def test_name_that_is_sharded_no_more_loses_nothing_silently(
     wait_until(lambda: topology.shard_map(images.logical) is None, 5)
     with pytest.raises(UnroutableError):  # Warren's exchange is still there, and routes nothing
         channel.basic_publish(images.logical, "user-42", b"nowhere to go")
+
+
+def test_sharded_name_as_a_key_of_the_default_exchange_loses_nothing_silently(
+    topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    channel = ShardedChannel(connection.channel(), topology)
+    channel.confirm_delivery()
+    with pytest.raises(UnroutableError):  # there is no queue of that name
+        channel.basic_publish("", images.logical, b"a habit of pika's users")
+
+
+def test_closed_channel_declares_nothing(
+    topology: Topology, connection: BlockingConnection
+) -> None:
+    channel, logical = ShardedChannel(connection.channel(), topology), fresh_queue()
+    channel.close()
+    with pytest.raises(ChannelWrongStateError):
+        channel.exchange_declare(
+            logical, "x-modulus-hash", durable=True, arguments={"x-shards-per-node": 1}
+        )
+    assert topology.shard_map(logical) is None
 
 
 def test_transaction_publishes_on_commit(

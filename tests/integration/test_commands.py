@@ -75,7 +75,7 @@ def test_operator_is_told_when_another_policy_is_in_force(cluster: Cluster) -> N
         channel.exchange_declare(logical, "x-modulus-hash", durable=True, arguments=arguments)
     _, said = warren(node, "policy", "set", logical, "--shards-per-node", "2")
     assert f"{logical}: 3 shards on 3 nodes" in said
-    assert f"the policy exchange {logical} outranks this one" in said
+    assert f"the policy 'exchange {logical}' outranks this one" in said
     assert "--priority 1" in said
     _, said = warren(node, "policy", "set", logical, "--shards-per-node", "2", "--priority", "1")
     assert f"{logical}: 6 shards on 3 nodes" in said

@@ -26,6 +26,7 @@ from sharding.stream.protocol import MIB, Key, Limits
 READ_BUFFER = 64 * 1024
 FIRST_STEP = MIB
 SMALLEST = FRAME_HEADER.size - U32.size
+_AMQP = int.from_bytes(b"AMQP")  # how a broker greets a client that it takes for an AMQP one
 """A frame's size counts its key and version, and not itself."""
 
 
@@ -114,6 +115,8 @@ class FrameReader:
         name, limit = self._chunk_limit if key in (None, Key.DELIVER) else self._frame_limit
         if key is None:
             limit = max(limit, self._frame_limit[1])
+        if size == _AMQP:
+            raise ProtocolError("the peer speaks AMQP: this is not the port of the streams")
         if size > limit:
             raise ProtocolError(
                 f"a frame of {size} bytes is declared, more than {name} = {limit} allows"
