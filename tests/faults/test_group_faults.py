@@ -202,7 +202,10 @@ def test_nodes_that_join_and_leave_are_followed_without_a_restart(own: Cluster) 
             wait_until(lambda: len(group.shards) == 6, 20)
             node = own.add_node()
             try:
-                assert len(topology.ensure(logical).shard_map.shards_on(node.name)) == 2
+                # A node that has just joined is known some seconds before its address is.
+                wait_until(
+                    lambda: len(topology.ensure(logical).shard_map.shards_on(node.name)) == 2, 30
+                )
                 wait_until(lambda: len(group.shards) == 8, 20)
                 publish(topology, 100)
                 wait_until(lambda: len(handled) == 100, 20)

@@ -151,7 +151,9 @@ def test_slow_consumer_holds_few_chunks_and_still_gets_everything(
             producer.send_many(numbers(start, start + 100))
             producer.flush(timeout=10).raise_for_failures()
         lane = consumer._subscriptions[stream].lane
-        wait_until(lambda: lane.waiting == 2, 10)
+        # From 3.12 on the broker may wait for more credit when half of it is used.
+        wait_until(lambda: lane.waiting > 0, 10)
+        assert lane.waiting <= 2
         assert read_all(consumer, 5_000)[stream] == numbers(0, 5_000)
 
 
