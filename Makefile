@@ -12,10 +12,10 @@ PYTEST := $(RUN)pytest --numprocesses 2 --dist loadfile
 demo: ready
 	$(RUN)python -m examples.demo
 
-# Spark under kills takes minutes more: `make faults`.
+# Rolling restarts and Spark under kills take many minutes more: `make faults`.
 test: lint
 	$(RUN)python -m tests.cluster prepare 3.10 4.0
-	$(PYTEST) --ignore tests/faults/test_spark_faults.py
+	$(PYTEST) -m "not long"
 
 lint: ready
 	$(RUN)ruff check

@@ -134,6 +134,7 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
     assert handovers >= 12
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
     own: Cluster, tmp_path: Path
@@ -185,6 +186,7 @@ def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
     assert len(again) <= 2 * 3
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_nodes_that_join_and_leave_are_followed_without_a_restart(own: Cluster) -> None:
     logical = fresh_queue()

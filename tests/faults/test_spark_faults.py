@@ -33,7 +33,7 @@ from tests.spark.stored import (
     super_stream,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
 ORDERS = Orders(keys=100, of_each=200)
 ROWS_PER_BATCH = 5_000

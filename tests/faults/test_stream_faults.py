@@ -143,6 +143,7 @@ def test_nothing_is_lost_or_repeated_when_a_leader_is_killed(
         print(f"\n{any_version}, leader killed: {traffic}")
 
 
+@pytest.mark.long
 def test_nothing_is_lost_or_repeated_while_all_nodes_restart(
     own: Cluster, any_version: str
 ) -> None:

@@ -204,6 +204,7 @@ def test_workers_and_a_node_die_and_nothing_is_lost_or_out_of_order(
     print(f"{load.sent} messages, {duplicates} handled twice around the kills")
 
 
+@pytest.mark.long
 def test_worker_that_was_frozen_begins_nothing_that_others_have_handled_meanwhile(
     environment: StreamEnvironment, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

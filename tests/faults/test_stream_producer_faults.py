@@ -163,6 +163,7 @@ def test_an_unnamed_producer_reports_what_is_unknown_and_repeats_nothing_when_a_
         print(f"  longest time to the next confirm {producer.counters['longest_recovery']:.2f} s")
 
 
+@pytest.mark.long
 def test_a_named_producer_goes_on_while_all_nodes_restart(own: Cluster, any_version: str) -> None:
     with (
         environment_of(own) as environment,
