@@ -17,12 +17,14 @@ class Certificate:
 
 
 class Authority:
-    """Signs certificates. Everything is kept in `folder`."""
+    """Signs certificates. Everything is kept in `folder`; one that is there is used again."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self._folder = folder
         self.certificate = folder / f"{name}.pem"
         self._key = folder / f"{name}.key"
+        if self.certificate.exists():
+            return
         _openssl(
             *("req", "-x509", *_NEW_KEY, "-days", _DAYS, "-subj", f"/CN={name}"),
             *("-keyout", str(self._key), "-out", str(self.certificate)),

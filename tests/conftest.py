@@ -1,17 +1,26 @@
-"""Clusters that tests share, and the broker versions they run on."""
+"""Clusters that tests share, the broker versions they run on, and what belongs to which run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack
+import re
+from collections.abc import Generator, Iterator
 
 import pytest
 
-from tests.cluster import DEFAULT_VERSION, Cluster, NotOurs
+from tests.cluster import DEFAULT_VERSION, Cluster, NotOurs, boots
 from tests.cluster.docker import engine_answers
+from tests.cluster.pool import Pool
+from tests.cluster.secured import Secured
+from tests.cluster.sources import choose
+from tests.support import run_report
+from tests.support.run_report import POOL, is_worker
 
 OLDEST_VERSION = "3.10"
+
+# In this order they begin: what harms nodes waits much and works little, so it goes beside what
+# needs no broker; Spark has one JVM for all its tests, and is long.
+_GROUPS = ("harm", "unit", "property", "spark")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,22 +29,70 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("WARREN_BROKER_VERSION", DEFAULT_VERSION),
         help="the RabbitMQ version that the suite runs on: 3.10, 4.0 or 4.3",
     )
+    parser.addoption(
+        "--all", action="store_true", help="with the tests that are twins of others (`twin`)"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """What depends on the broker's version also runs on the oldest one we promise to work with."""
+    """What depends on the broker's version also runs on the oldest one we promise to work with.
+
+    `any_version` does so always. `chosen_version` is for what would need one more cluster for it:
+    the second version is a twin there, and runs with `--all`.
+    """
+    chosen = metafunc.config.getoption("--broker-version")
+    both = list(dict.fromkeys([chosen, OLDEST_VERSION]))
     if "any_version" in metafunc.fixturenames:
-        chosen = metafunc.config.getoption("--broker-version")
-        versions = dict.fromkeys([chosen, OLDEST_VERSION])
-        metafunc.parametrize("any_version", list(versions), scope="module")
+        metafunc.parametrize("any_version", both, scope="module")
+    if "chosen_version" in metafunc.fixturenames:
+        versions = both if metafunc.config.getoption("--all") else [chosen]
+        metafunc.parametrize("chosen_version", versions, scope="module")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        twins = [item for item in items if item.get_closest_marker("twin")]
+        config.hook.pytest_deselected(items=twins)
+        items[:] = [item for item in items if item not in twins]
     wants_docker = [item for item in items if item.get_closest_marker("docker")]
     if wants_docker and not engine_answers():
         reason = pytest.mark.skip(reason="no Docker engine answers on this machine")
         for item in wants_docker:
             item.add_marker(reason)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+class _Order:
+    """Comes after pytest has put tests together that share a parameter of a module."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        def rank(item: pytest.Item) -> int:
+            first = _group(item).partition("/")[0]
+            return _GROUPS.index(first) if first in _GROUPS else len(_GROUPS)
+
+        items.sort(key=rank)
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests of a group run one after the other, in one process."""
+    if "harmed" in getattr(item, "fixturenames", ()):
+        return "harm"
+    _, folder, *rest = item.nodeid.partition("::")[0].split("/")
+    return "spark" if folder == "spark" else "/".join([folder, *rest])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Order())
+    config.pluginmanager.register(run_report)
+    config.stash[POOL] = Pool.join() if is_worker(config) else Pool.open()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not is_worker(config):
+        config.stash[POOL].close()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -53,26 +110,60 @@ def broker_version(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def shared_clusters() -> Iterator[Callable[[str], Cluster]]:
-    """Three nodes of a version, started once: every test may use them and none may harm them."""
-    running: dict[str, Cluster] = {}
-    with ExitStack() as stack:
-
-        def of_version(version: str) -> Cluster:
-            if version not in running:
-                running[version] = stack.enter_context(Cluster.start(version=version))
-            return running[version]
-
-        yield of_version
+def pool(request: pytest.FixtureRequest) -> Pool:
+    """The clusters of the run."""
+    return request.config.stash[POOL]
 
 
-@pytest.fixture(scope="session")
-def cluster(shared_clusters: Callable[[str], Cluster], broker_version: str) -> Cluster:
-    """Three nodes of the version that the suite runs on, shared by all."""
-    return shared_clusters(broker_version)
+def _label(request: pytest.FixtureRequest) -> str:
+    """Names who uses a virtual host, in URLs too."""
+    return re.sub(r"[^a-z0-9_]+", "-", request.node.name.rpartition("/")[2].lower())[:60]
 
 
 @pytest.fixture(scope="module")
-def nodes(shared_clusters: Callable[[str], Cluster], any_version: str) -> Cluster:
-    """Three nodes of that version and of the oldest one in turn, shared by all."""
-    return shared_clusters(any_version)
+def cluster(pool: Pool, broker_version: str, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Three nodes of the version that the suite runs on, that nobody may harm."""
+    with pool.shared("healthy", broker_version, _label(request)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def nodes(pool: Pool, any_version: str, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Three nodes of that version and of the oldest one in turn, that nobody may harm."""
+    with pool.shared("healthy", any_version, _label(request)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def with_plugin(
+    pool: Pool, chosen_version: str, request: pytest.FixtureRequest
+) -> Iterator[Cluster]:
+    """Three nodes with the sharding plugin, that nobody may harm."""
+    if choose(chosen_version) == "environment":
+        pytest.skip("the brokers named in the environment are not known to have the plugin")
+    with pool.shared("plugin", chosen_version, _label(request)) as running:
+        yield running
+
+
+@pytest.fixture
+def harmed(pool: Pool, chosen_version: str, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Three nodes that may be killed, frozen, parted, added and removed."""
+    with pool.harmed(chosen_version, _label(request)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def secured(pool: Pool, chosen_version: str, tmp_path_factory: pytest.TempPathFactory) -> Secured:
+    """A node with TLS, and an authority that it trusts."""
+    if choose(chosen_version) in ("docker", "environment"):
+        pytest.skip("the broker can't be given the certificates of the test")
+    running = pool.cluster("secured", chosen_version)
+    folder = tmp_path_factory.mktemp("secured")
+    return Secured.of(running, chosen_version, pool.folder, folder)
+
+
+@pytest.fixture
+def boots_clusters() -> Iterator[None]:
+    """For tests of clusters themselves, which can't do with those of the pool."""
+    with boots.expected():
+        yield

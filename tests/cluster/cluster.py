@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sharding.management import Management, NoAnswer
-from tests.cluster import docker, folders, foreign, native, processes, sources
+from tests.cluster import boots, docker, folders, foreign, native, processes, sources
 from tests.cluster.haproxy import Balancer
 from tests.cluster.nodes import LISTENERS, Driver, Endpoint, NotOurs, serves
 from tests.cluster.waiting import wait_until
@@ -100,13 +100,18 @@ class Node:
 
 
 class Cluster:
-    """Several nodes that know each other. Ends with the `with` block it is started in."""
+    """Several nodes that know each other. Ends with the `with` block it is started in.
 
-    def __init__(self, name: str, source: str, record: folders.Record | None) -> None:
+    `vhost` is the virtual host that the nodes' URLs name.
+    """
+
+    def __init__(
+        self, name: str, source: str, record: folders.Record | None, vhost: str = "/"
+    ) -> None:
         self.name = name
         self.source = source
+        self.vhost = vhost
         self._record = record
-        self._balancers: list[Balancer] = []
         self._expected: set[str] = set()
         endpoints = _endpoints(record)
         self.nodes: list[Node] = [self._node(endpoint) for endpoint in endpoints]
@@ -123,14 +128,17 @@ class Cluster:
         config: str = "",
         extra_ports: Sequence[str] = (),
         keep: bool = False,
+        owner: list[int] | None = None,
         progress: Progress = silent,
     ) -> Cluster:
         """Start a cluster and wait until it is whole.
 
         `plugins` come on top of management and streams. `config` is added to each rabbitmq.conf;
         `$address` and `$<port>` stand for the node's own, for each name in `extra_ports` too.
-        With `keep` it outlives this process, until it is stopped by name.
+        It ends with the process that `owner` names, else with this one; with `keep` it outlives
+        both, until it is stopped by name.
         """
+        began = time.monotonic()
         source = sources.choose(version)
         if source == "environment":
             return cls("environment", source, None)
@@ -146,7 +154,7 @@ class Cluster:
                 version=installation.version if installation else version,
                 source=source,
                 block=block,
-                owner=None if keep else processes.identity(),
+                owner=None if keep else owner or processes.identity(),
                 plugins=[*PLUGINS, *plugins],
                 config=config,
                 extra_ports=list(extra_ports),
@@ -165,13 +173,37 @@ class Cluster:
         except BaseException:
             cluster.stop()
             raise
+        finally:
+            boots.note(name, nodes, record.version, time.monotonic() - began)
         return cluster
 
     @classmethod
-    def attach(cls, name: str) -> Cluster:
+    def attach(cls, name: str, vhost: str = "/") -> Cluster:
         """A cluster that is running already."""
         record = folders.Record.load(name)
-        return cls(name, record.source, record)
+        return cls(name, record.source, record, vhost)
+
+    def new_vhost(self, label: str) -> Cluster:
+        """The same nodes with a new virtual host, whose name begins with `label`.
+
+        Shard maps, policies, queues and streams are kept for each virtual host, so tests that
+        have one each can share a cluster.
+        """
+        vhost = f"{label}-{secrets.token_hex(3)}"
+        management = self.nodes[0].management
+        management.call("PUT", "vhosts", vhost, body={}, timeout=60)
+        everything = {"configure": ".*", "write": ".*", "read": ".*"}
+        management.call("PUT", "permissions", vhost, management.user, body=everything, timeout=60)
+        view = Cluster(self.name, self.source, self._record, vhost)
+        wait_until(
+            lambda: all(_serves_vhost(node.management, vhost, self._expected) for node in view),
+            60,
+            lambda: f"virtual host {vhost} does not run on every node of {self.name}",
+        )
+        return view
+
+    def delete_vhost(self, vhost: str) -> None:
+        self.running_nodes()[0].management.call("DELETE", "vhosts", vhost, timeout=60)
 
     def __enter__(self) -> Cluster:
         return self
@@ -229,15 +261,16 @@ class Cluster:
     def balancer(self, nodes: Sequence[Node] | None = None) -> Balancer:
         """HAProxy in front of these nodes, or of all of them. Stops with the cluster."""
         record = self._ours()
-        number = len(self._balancers)
-        balancer = Balancer.start(
-            folders.cluster_folder(self.name) / f"haproxy-{number}",
-            f"127.0.{record.block}.{200 + number}",
-            native.free_ports(record, len(LISTENERS)),
-            [node.endpoint for node in nodes or self.nodes],
-        )
-        self._balancers.append(balancer)
-        return balancer
+        # Several processes may use the cluster, and a port is taken only when it is listened on.
+        folder = folders.cluster_folder(self.name)
+        with folders.locked("balancers", folder):
+            number = next(n for n in range(50) if not (folder / f"haproxy-{n}").exists())
+            return Balancer.start(
+                folder / f"haproxy-{number}",
+                f"127.0.{record.block}.{200 + number}",
+                native.free_ports(record, len(LISTENERS)),
+                [node.endpoint for node in nodes or self.nodes],
+            )
 
     def wait_until_whole(self, timeout: float = BOOT_TIMEOUT, progress: Progress = silent) -> None:
         """Wait until every node runs, all listeners answer, and all agree on the members."""
@@ -261,7 +294,8 @@ class Cluster:
         return running == self._expected and not parted and serves(node.endpoint)
 
     def _node(self, endpoint: Endpoint) -> Node:
-        return Node(endpoint, _driver(self._record, endpoint), self)
+        there = replace(endpoint, vhost=self.vhost)
+        return Node(there, _driver(self._record, endpoint), self)
 
     def _ours(self) -> folders.Record:
         if self._record is None:
@@ -280,6 +314,14 @@ def _members(management: Management) -> list[dict[str, Any]]:
     except NoAnswer:
         return []
     return members
+
+
+def _serves_vhost(management: Management, vhost: str, nodes: set[str]) -> bool:
+    try:
+        states = management.get("vhosts", vhost, timeout=5).get("cluster_state", {})
+    except NoAnswer:
+        return False
+    return {node for node, state in states.items() if state == "running"} >= nodes
 
 
 def _endpoints(record: folders.Record | None) -> list[Endpoint]:

@@ -4,6 +4,7 @@ Everything lives under one cache folder (`WARREN_CACHE`, else `~/.cache/warren`)
 
     roots/<version>/       a Debian root folder with a RabbitMQ in it, made once, kept
     clusters/<name>/       one running cluster: its record, node folders, logs; gone after stop
+    clusters/.<name>/      no cluster, but files that brokers must see (`pool`)
 
 A cluster started by a test belongs to that process: when the process is dead, the next start takes
 the cluster down. One started by `make up` belongs to nobody and stays until `make down`.
@@ -86,16 +87,21 @@ class Record:
 
 
 @contextlib.contextmanager
-def locked(name: str) -> Iterator[None]:
-    """Keep other processes out of a short piece of work on shared folders."""
-    cache().mkdir(parents=True, exist_ok=True)
-    with (cache() / f"{name}.lock").open("w") as handle:
+def locked(name: str, folder: Path | None = None) -> Iterator[None]:
+    """Keep other processes out of a piece of work; the lock lies in `folder`, else in the cache."""
+    there = folder or cache()
+    there.mkdir(parents=True, exist_ok=True)
+    with (there / f"{name}.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
 def names() -> list[str]:
-    return sorted(folder.name for folder in clusters_folder().iterdir() if folder.is_dir())
+    return sorted(
+        folder.name
+        for folder in clusters_folder().iterdir()
+        if folder.is_dir() and not folder.name.startswith(".")
+    )
 
 
 def records() -> list[Record]:

@@ -26,7 +26,7 @@ class Balancer:
     ) -> Balancer:
         haproxy = machine.ensure_command("haproxy", "haproxy", "tests run behind a load balancer")
         listeners = dict(zip(LISTENERS, ports, strict=True))
-        balancer = cls(folder, Endpoint("haproxy", address, listeners))
+        balancer = cls(folder, Endpoint("haproxy", address, listeners, vhost=nodes[0].vhost))
         folder.mkdir(parents=True)
         (folder / "haproxy.cfg").write_text(_configuration(balancer.endpoint, nodes))
         argv = [haproxy, "-db", "-f", str(folder / "haproxy.cfg")]

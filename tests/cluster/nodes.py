@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from sharding.management import Management
 
@@ -25,15 +26,21 @@ class Endpoint:
     ports: dict[str, int]
     user: str = "guest"
     password: str = "guest"
+    vhost: str = "/"
 
     @property
     def amqp_url(self) -> str:
-        return f"amqp://{self.user}:{self.password}@{self.address}:{self.ports['amqp']}/"
+        return self.url("amqp", f"{self.user}:{self.password}@")
 
     @property
     def stream_url(self) -> str:
-        where = f"{self.address}:{self.ports['stream']}"
-        return f"rabbitmq-stream://{self.user}:{self.password}@{where}/"
+        return self.url("stream", f"{self.user}:{self.password}@")
+
+    def url(self, listener: str, login: str = "") -> str:
+        """The address of the virtual host at one of the listeners `amqp` and `stream`."""
+        scheme = {"amqp": "amqp", "stream": "rabbitmq-stream"}[listener]
+        path = "" if self.vhost == "/" else quote(self.vhost, safe="")
+        return f"{scheme}://{login}{self.address}:{self.ports[listener]}/{path}"
 
     @property
     def management(self) -> Management:

@@ -1,13 +1,19 @@
-"""Waiting for a condition, with a deadline and a reason."""
+"""Waiting for a condition, with an end."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
+PATIENCE = 60.0
+"""After this long a thing has hung. On a machine shared with others nothing less can be told from
+being slow, so no test waits for less where something has to happen."""
+
 
 def wait_until(
-    condition: Callable[[], object], timeout: float, explain: Callable[[], str] = lambda: ""
+    condition: Callable[[], object],
+    timeout: float = PATIENCE,
+    explain: Callable[[], str] = lambda: "",
 ) -> None:
     """Return when `condition()` is true; after `timeout` seconds raise what `explain()` says."""
     deadline = time.monotonic() + timeout

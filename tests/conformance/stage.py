@@ -78,14 +78,13 @@ class Stage:
         return CALLERS[self.kind](url, self._wrap, confirms=confirms)
 
     def seen_from(self, node: int, value: Value) -> Value:
-        """The value with the nodes' names replaced, as an application on that node sees them."""
-        return values.normalised(
-            value,
-            {
-                each.name: "<connected>" if each is self.nodes[node] else "<other>"
-                for each in self.nodes
-            },
-        )
+        """The value with the nodes' names and the virtual host's replaced, as an application on
+        that node sees them."""
+        names = {
+            each.name: "<connected>" if each is self.nodes[node] else "<other>"
+            for each in self.nodes
+        }
+        return values.normalised(value, names | {f"vhost '{self.cluster.vhost}'": "vhost '/'"})
 
     # What the observer sees.
 
@@ -186,8 +185,7 @@ class Stage:
             channel.close()
         wait_until(
             lambda: not any(_counts(self.consumers())),
-            10,
-            lambda: f"consumers of the last scenario are left: {self.consumers()}",
+            explain=lambda: f"consumers of the last scenario are left: {self.consumers()}",
         )
 
     def _set_up_until_whole(self) -> None:
@@ -261,7 +259,7 @@ def plugin_stage(cluster: Cluster, kind: str) -> Stage:
 
     def set_up(_: Wrap) -> None:
         node = cluster.nodes[0]
-        policy = ("policies", "/", "conformance")
+        policy = ("policies", cluster.vhost, "conformance")
         with suppress(ConnectionError):  # there is none yet
             node.management.call("DELETE", *policy)
         node.management.call(
@@ -285,7 +283,7 @@ def plugin_stage(cluster: Cluster, kind: str) -> Stage:
 def _keys(node: Node, queue: str) -> tuple[tuple[str, dict[str, Any]], ...]:
     return tuple(
         (str(entry["routing_key"]), dict(entry["arguments"]))
-        for entry in node.management.get("queues", "/", queue, "bindings")
+        for entry in node.management.get("queues", node.endpoint.vhost, queue, "bindings")
         if entry["source"] == LOGICAL
     )
 

@@ -33,15 +33,9 @@ WRAPPERS: dict[str, Callable[[Any, Topology], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def bare(any_version: str) -> Iterator[Cluster]:
-    with Cluster.start(version=any_version) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def stages(bare: Cluster) -> dict[str, Stage]:
+def stages(nodes: Cluster) -> dict[str, Stage]:
     """One stage per kind, kept so that its shards are looked up once."""
-    return {kind: wrapped_stage(bare, kind, partial(session, bare, kind)) for kind in CALLERS}
+    return {kind: wrapped_stage(nodes, kind, partial(session, nodes, kind)) for kind in CALLERS}
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tests.cluster import Cluster
+from tests.cluster.pool import Pool
+from tests.cluster.sources import choose
 from tests.conformance import recorded
 from tests.conformance.callers import CALLERS
 from tests.conformance.script import FORBIDDEN, SCENARIOS
@@ -29,10 +31,11 @@ AIO_ERRORS = {
 
 
 @pytest.fixture(scope="module")
-def plugin() -> Iterator[Cluster]:
-    with Cluster.start(version=recorded.VERSION, plugins=["rabbitmq_sharding"]) as running:
-        if running.source == "environment":
-            pytest.skip("the brokers named in the environment are not known to have the plugin")
+def plugin(pool: Pool) -> Iterator[Cluster]:
+    """With the plugin, of the version that was recorded."""
+    if choose(recorded.VERSION) == "environment":
+        pytest.skip("the brokers named in the environment are not known to have the plugin")
+    with pool.shared("plugin", recorded.VERSION, "transcript") as running:
         yield running
 
 

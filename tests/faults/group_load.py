@@ -91,7 +91,7 @@ class Worker:
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
         state = Path(f"/proc/{self.process.pid}/status")
-        wait_until(lambda: "State:\tT" in state.read_text(), 10)  # it may go on for a moment
+        wait_until(lambda: "State:\tT" in state.read_text())  # it may go on for a moment
         self.frozen = time.monotonic(), float("inf")
 
     def thaw(self) -> None:
@@ -127,7 +127,7 @@ class ConsumerWatch:
         while not self._end.wait(0.3):
             for node in self._cluster.nodes:
                 with suppress(NoAnswer):
-                    consumers = node.management.get("consumers", "/", timeout=3)
+                    consumers = node.management.get("consumers", node.endpoint.vhost, timeout=3)
                     seen = Counter(consumer["queue"]["name"] for consumer in consumers)
                     self.looks += 1
                     for queue in self._queues & seen.keys():

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pika
@@ -36,12 +35,6 @@ CONFIRM_TIMEOUT = 5.0
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 
 
-@pytest.fixture(scope="module")
-def own(any_version: str) -> Iterator[Cluster]:
-    with Cluster.start(version=any_version) as running:
-        yield running
-
-
 def set_up(topology: Topology, policy: Policy) -> ShardMap:
     topology.set_policy(policy)
     return topology.ensure(policy.name).shard_map
@@ -63,17 +56,17 @@ def routes_of_another_process(node: Node, logical: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_keys_of_other_shards_do_not_move_when_a_node_dies(own: Cluster) -> None:
+def test_keys_of_other_shards_do_not_move_when_a_node_dies(harmed: Cluster) -> None:
     logical = fresh_queue()
-    with topology_of(own) as topology:
+    with topology_of(harmed) as topology:
         shard_map = set_up(topology, Policy.exactly(logical, 2, name=logical))
-        before = routes_of_another_process(own.nodes[0], logical)
+        before = routes_of_another_process(harmed.nodes[0], logical)
         assert before == [shard_map.shard_of(f"key-{n}").name for n in range(10_000)]
-        victim = own.nodes[2]
+        victim = harmed.nodes[2]
         victim.kill()
-        assert routes_of_another_process(own.nodes[1], logical) == before
+        assert routes_of_another_process(harmed.nodes[1], logical) == before
         # Its own keys fail in bounded time, first by the broker's nack, then before they are sent.
-        with connection_to(own.nodes[0]) as connection:
+        with connection_to(harmed.nodes[0]) as connection:
             channel = ShardedChannel(
                 connection.channel(), topology, confirm_timeout=CONFIRM_TIMEOUT
             )
@@ -87,7 +80,7 @@ def test_keys_of_other_shards_do_not_move_when_a_node_dies(own: Cluster) -> None
             victim.restart()
             wait_until(lambda: not topology.unavailable(shard_map.shard_of(lost).name), 30)
             channel.basic_publish(logical, lost, b"home")
-    assert routes_of_another_process(own.nodes[2], logical) == before
+    assert routes_of_another_process(harmed.nodes[2], logical) == before
 
 
 def _refused(channel: ShardedChannel, logical: str, key: str) -> bool:
@@ -100,22 +93,22 @@ def _refused(channel: ShardedChannel, logical: str, key: str) -> bool:
     return False
 
 
-def test_keys_move_for_everybody_where_the_policy_says_so_and_come_home(own: Cluster) -> None:
+def test_keys_move_for_everybody_where_the_policy_says_so_and_come_home(harmed: Cluster) -> None:
     logical = fresh_queue()
     policy = Policy(logical, f"^{logical}$", 2, on_unavailable=OnUnavailable.MOVE)
-    with topology_of(own) as topology:
+    with topology_of(harmed) as topology:
         home = set_up(topology, policy)
-        before = routes_of_another_process(own.nodes[0], logical)
-        victim = own.nodes[1]
+        before = routes_of_another_process(harmed.nodes[0], logical)
+        victim = harmed.nodes[1]
         victim.kill()
         wait_until(lambda: victim.name in topology._plane.down_nodes, 60)
         away = topology.ensure(logical).shard_map
-        during = routes_of_another_process(own.nodes[0], logical)
+        during = routes_of_another_process(harmed.nodes[0], logical)
         moved = [(old, new) for old, new in zip(before, during, strict=True) if old != new]
         lost = {shard.name for shard in home.shards_on(victim.name)}
         assert {old for old, _ in moved} == lost
         assert not {new for _, new in moved} & lost
-        with connection_to(own.nodes[0]) as connection:
+        with connection_to(harmed.nodes[0]) as connection:
             channel = ShardedChannel(connection.channel(), topology)
             channel.confirm_delivery()
             for number in range(100):
@@ -123,39 +116,39 @@ def test_keys_move_for_everybody_where_the_policy_says_so_and_come_home(own: Clu
         victim.restart()
         wait_until(lambda: victim.name not in topology._plane.down_nodes, 60)
         assert topology.ensure(logical).shard_map.epoch > away.epoch
-        assert routes_of_another_process(own.nodes[2], logical) == before
+        assert routes_of_another_process(harmed.nodes[2], logical) == before
 
 
 @pytest.mark.parametrize("management", [True, False])
-def test_node_that_hangs_keeps_its_shards_in_the_map(own: Cluster, management: bool) -> None:
+def test_node_that_hangs_keeps_its_shards_in_the_map(harmed: Cluster, management: bool) -> None:
     """It can't be reached, but it has not left: that is no reason to move keys."""
     logical = fresh_queue()
     quick = TopologyOptions(connect_timeout=1.0, change_timeout=8.0)
-    with topology_of(own, options=quick, management=management) as topology:
+    with topology_of(harmed, options=quick, management=management) as topology:
         shard_map = set_up(topology, Policy.exactly(logical, 1, name=logical))
         assert len(shard_map.shards) == 3
-        own.nodes[2].freeze()
+        harmed.nodes[2].freeze()
         try:
             # The management API did not answer in time while a node hung, and without it ensure()
             # did not end in time either (seen); but there is never a map without the node.
             with suppress(RemoteError, OutcomeUnknown):
                 assert topology.ensure(logical).shard_map == shard_map
         finally:
-            own.nodes[2].thaw()
-        own.wait_until_whole()
+            harmed.nodes[2].thaw()
+        harmed.wait_until_whole()
         topology.refresh()
         assert topology.shard_map(logical) == shard_map
 
 
-def test_herd_of_sixteen_clients_ends_evenly(own: Cluster) -> None:
+def test_herd_of_sixteen_clients_ends_evenly(nodes: Cluster) -> None:
     logical = fresh_queue()
-    node = own.nodes[0]
-    with topology_of(own) as topology:
+    node = nodes.nodes[0]
+    with topology_of(nodes) as topology:
         shard_map = set_up(topology, Policy.exactly(logical, 4, name=logical))
         shards = [shard.name for shard in shard_map.shards_on(node.name)]
         stop = threading.Event()
         together = threading.Barrier(16)
-        topologies = [topology_of(own) for _ in range(4)]
+        topologies = [topology_of(nodes) for _ in range(4)]
 
         def client(number: int) -> None:
             with connection_to(node) as connection:
@@ -182,14 +175,14 @@ def test_herd_of_sixteen_clients_ends_evenly(own: Cluster) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("harm", ["kill", "freeze"])
 def test_what_is_reported_stored_is_stored_whatever_happens_to_a_node(
-    own: Cluster, harm: str
+    harmed: Cluster, harm: str
 ) -> None:
     """Publish through a node that lives on while another, with a third of the shards, does not."""
     logical = fresh_queue()
-    victim = own.nodes[2]
+    victim = harmed.nodes[2]
     stored, refused, unknown = set[bytes](), set[bytes](), set[bytes]()
     longest = 0.0
-    with topology_of(own) as topology, connection_to(own.nodes[0]) as connection:
+    with topology_of(harmed) as topology, connection_to(harmed.nodes[0]) as connection:
         set_up(topology, Policy.exactly(logical, 2, name=logical))
         channel = ShardedChannel(connection.channel(), topology, confirm_timeout=CONFIRM_TIMEOUT)
         channel.confirm_delivery()
@@ -217,8 +210,8 @@ def test_what_is_reported_stored_is_stored_whatever_happens_to_a_node(
             victim.restart()
         else:
             victim.thaw()
-            own.wait_until_whole()
-        found = {body for _, _, body in drain(own.nodes[0], shards_in_broker(own, logical))}
+            harmed.wait_until_whole()
+        found = {body for _, _, body in drain(harmed.nodes[0], shards_in_broker(harmed, logical))}
     print(
         f"\n{harm}: {len(stored)} stored, {len(refused)} refused, {len(unknown)} unknown "
         f"({len(unknown & found)} of them stored), longest wait {longest:.1f} s, "

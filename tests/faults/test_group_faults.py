@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,18 +33,12 @@ RECOVERED_WITHIN = 10.0
 """5 s is the aim, and what it took is printed; a machine shared with others gets some more."""
 
 
-@pytest.fixture(scope="module")
-def own(any_version: str) -> Iterator[Cluster]:
-    with Cluster.start(version=any_version) as running:
-        yield running
-
-
 @pytest.mark.timeout(600)
 def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
-    own: Cluster, tmp_path: Path
+    harmed: Cluster, tmp_path: Path
 ) -> None:
     logical = fresh_queue()
-    urls = [node.endpoint.amqp_url for node in own.nodes]
+    urls = [node.endpoint.amqp_url for node in harmed.nodes]
     workers: list[Worker] = []
 
     def start(count: int) -> list[Worker]:
@@ -66,11 +59,11 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
         wait_until(lambda: taken() < float("inf"), RECOVERED_WITHIN, lambda: f"{held} unread")
         return taken()
 
-    with topology_of(own) as topology:
+    with topology_of(harmed) as topology:
         topology.set_policy(Policy.exactly(logical, 4, name=logical))
         shard_map = topology.ensure(logical).shard_map
         assert len(shard_map.shards) == 12
-        watch = ConsumerWatch(own, [shard.name for shard in shard_map.shards])
+        watch = ConsumerWatch(harmed, [shard.name for shard in shard_map.shards])
         load = Load(topology, logical, MESSAGES, RATE)
         try:
             times = {"1 worker": wait_for_balance(start(1), 12)}
@@ -83,7 +76,7 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
             alive = [worker for worker in workers if worker.killed_at is None]
             times["3 left of 5"] = wait_for_balance(alive, 12)
 
-            broken = own.nodes[2]
+            broken = harmed.nodes[2]
             broken.kill()
             node_died = time.monotonic()
             lost = {shard.name for shard in shard_map.shards_on(broken.name)}
@@ -102,7 +95,9 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
             times["2 workers"] = wait_for_balance(alive[1:], 12)
             load.end()
             stored = load.having(Outcome.STORED)
-            wait_until(lambda: stored <= _handled(workers), 60, lambda: _missing(stored, workers))
+            wait_until(
+                lambda: stored <= _handled(workers), explain=lambda: _missing(stored, workers)
+            )
             assert [worker.end() for worker in alive[1:]] == [0, 0]
         finally:
             load.end()
@@ -117,7 +112,7 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
     again = {number for number, count in done.items() if count > 1}
     handovers = check_one_reader(workers)
     print(
-        f"\n{own.version}: {len(stored)} stored, {len(load.having(Outcome.UNKNOWN))} unknown, "
+        f"\n{harmed.version}: {len(stored)} stored, {len(load.having(Outcome.UNKNOWN))} unknown, "
         f"{load.refused + len(load.having(Outcome.REFUSED))} refused; {len(done)} handled, "
         f"{len(again)} of them more than once; {handovers} handovers of a shard between workers\n"
         "shards read again after kill -9 of a worker: "
@@ -134,16 +129,16 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
     assert handovers >= 12
 
 
-@pytest.mark.long
+@pytest.mark.twin("")
 @pytest.mark.timeout(300)
 def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
-    own: Cluster, tmp_path: Path
+    harmed: Cluster, tmp_path: Path
 ) -> None:
     """It wakes with messages in its memory that others have handled meanwhile."""
     logical = fresh_queue()
-    urls = [node.endpoint.amqp_url for node in own.nodes]
+    urls = [node.endpoint.amqp_url for node in harmed.nodes]
     heartbeat = 2
-    with topology_of(own) as topology:
+    with topology_of(harmed) as topology:
         topology.set_policy(Policy.exactly(logical, 2, name=logical))
         topology.ensure(logical)
         workers = [Worker(tmp_path, number, logical, urls, heartbeat) for number in range(2)]
@@ -157,7 +152,7 @@ def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
                 lines = frozen.lines()
                 return {line.shard for line in lines if line.what == "B" and line.at > settled}
 
-            wait_until(lambda: len(at_work()) == 3, 20)
+            wait_until(lambda: len(at_work()) == 3)
             held = at_work()
             frozen.freeze()
             since = time.monotonic()
@@ -170,7 +165,9 @@ def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
             wait_for_balance(workers, 6)
             load.end()
             stored = load.having(Outcome.STORED)
-            wait_until(lambda: stored <= _handled(workers), 60, lambda: _missing(stored, workers))
+            wait_until(
+                lambda: stored <= _handled(workers), explain=lambda: _missing(stored, workers)
+            )
             assert [worker.end() for worker in workers] == [0, 0]
         finally:
             load.end()
@@ -186,9 +183,9 @@ def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
     assert len(again) <= 2 * 3
 
 
-@pytest.mark.long
+@pytest.mark.twin("")
 @pytest.mark.timeout(300)
-def test_nodes_that_join_and_leave_are_followed_without_a_restart(own: Cluster) -> None:
+def test_nodes_that_join_and_leave_are_followed_without_a_restart(harmed: Cluster) -> None:
     logical = fresh_queue()
     handled: list[bytes] = []
 
@@ -197,26 +194,26 @@ def test_nodes_that_join_and_leave_are_followed_without_a_restart(own: Cluster) 
             for number in range(count):
                 publisher.publish(f"key-{number}", b"%d" % number)
 
-    with topology_of(own) as topology:
+    with topology_of(harmed) as topology:
         topology.set_policy(Policy.exactly(logical, 2, name=logical))
         topology.ensure(logical)
         with ConsumerGroup(topology, logical, lambda each: handled.append(each.body)) as group:
-            wait_until(lambda: len(group.shards) == 6, 20)
-            node = own.add_node()
+            wait_until(lambda: len(group.shards) == 6)
+            node = harmed.add_node()
             try:
                 # A node that has just joined is known some seconds before its address is.
                 wait_until(
-                    lambda: len(topology.ensure(logical).shard_map.shards_on(node.name)) == 2, 30
+                    lambda: len(topology.ensure(logical).shard_map.shards_on(node.name)) == 2
                 )
-                wait_until(lambda: len(group.shards) == 8, 20)
+                wait_until(lambda: len(group.shards) == 8)
                 publish(topology, 100)
-                wait_until(lambda: len(handled) == 100, 20)
+                wait_until(lambda: len(handled) == 100)
             finally:
-                own.remove_node(node)
+                harmed.remove_node(node)
             assert not topology.ensure(logical).shard_map.shards_on(node.name)
-            wait_until(lambda: len(group.shards) == 6, 20, lambda: str(sorted(group.shards)))
+            wait_until(lambda: len(group.shards) == 6, explain=lambda: str(sorted(group.shards)))
             publish(topology, 100)
-            wait_until(lambda: len(handled) == 200, 20)
+            wait_until(lambda: len(handled) == 200)
             assert group.counters["lost"] == 2
 
 

@@ -33,7 +33,7 @@ from tests.spark.stored import (
     super_stream,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.twin(""), pytest.mark.timeout(900)]
 
 ORDERS = Orders(keys=100, of_each=200)
 ROWS_PER_BATCH = 5_000
@@ -155,16 +155,9 @@ def test_python_workers_killed_mid_batch(sink: str, cluster: Cluster, tmp_path: 
     judge(sink, f"{killed} Python workers killed", stored)
 
 
-@pytest.fixture(scope="module")
-def own(broker_version: str) -> Iterator[Cluster]:
-    """A cluster that may be harmed."""
-    with Cluster.start(version=broker_version) as started:
-        yield started
-
-
 @every_sink
-def test_leader_killed_mid_batch(sink: str, own: Cluster, tmp_path: Path) -> None:
-    with copying(sink, own, tmp_path) as (driver, target):
+def test_leader_killed_mid_batch(sink: str, harmed: Cluster, tmp_path: Path) -> None:
+    with copying(sink, harmed, tmp_path) as (driver, target):
         victim = target.leader()
         with driver.started() as process:
             wait_until(lambda: target.count() > ROWS_PER_BATCH // 2, RUN_TIMEOUT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -25,12 +25,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 MESSAGES = 200_000
 SLICE = 2_000
 HEARTBEAT = 2.0
-
-
-@pytest.fixture(scope="module")
-def own(any_version: str) -> Iterator[Cluster]:
-    with Cluster.start(version=any_version) as running:
-        yield running
 
 
 class Traffic:
@@ -125,52 +119,54 @@ class Traffic:
 
 
 def test_nothing_is_lost_or_repeated_when_a_leader_is_killed(
-    own: Cluster, any_version: str
+    harmed: Cluster, chosen_version: str
 ) -> None:
     with (
-        environment_of(own) as environment,
+        environment_of(harmed) as environment,
         super_stream_in(environment) as invoices,
         Traffic(environment, invoices, at_least=MESSAGES, pause=0.02) as traffic,
     ):
         traffic.wait_until_read(MESSAGES // 5)
-        victim = leader_node(own, environment, environment.partitions(invoices)[0])
+        victim = leader_node(harmed, environment, environment.partitions(invoices)[0])
         victim.kill()
         try:
             traffic.wait_until_read(MESSAGES)
             traffic.finish()
         finally:
             victim.restart()
-        print(f"\n{any_version}, leader killed: {traffic}")
+        print(f"\n{chosen_version}, leader killed: {traffic}")
 
 
-@pytest.mark.long
+@pytest.mark.twin("")
 def test_nothing_is_lost_or_repeated_while_all_nodes_restart(
-    own: Cluster, any_version: str
+    harmed: Cluster, chosen_version: str
 ) -> None:
     """Node after node, for clients that go directly and through a load balancer."""
-    balancer = own.balancer()
+    balancer = harmed.balancer()
     with (
-        environment_of(own) as direct,
+        environment_of(harmed) as direct,
         StreamEnvironment(balancer.endpoint.stream_url, load_balancer=True) as through,
         super_stream_in(direct) as invoices,
         super_stream_in(direct) as orders,
         Traffic(direct, invoices, at_least=MESSAGES, pause=0.2) as directly,
         Traffic(through, orders, at_least=MESSAGES, pause=0.2) as balanced,
     ):
-        for node in own.nodes:
+        for node in harmed.nodes:
             # A stream lives on while one node is away; it must be whole before the next one goes.
             for stream in (*direct.partitions(invoices), *direct.partitions(orders)):
                 await_replicas(direct, stream)
             node.restart()
         for traffic in (directly, balanced):
             traffic.finish()
-        print(f"\n{any_version}, all nodes restarted, directly: {directly}")
-        print(f"{any_version}, all nodes restarted, through HAProxy: {balanced}")
+        print(f"\n{chosen_version}, all nodes restarted, directly: {directly}")
+        print(f"{chosen_version}, all nodes restarted, through HAProxy: {balanced}")
 
 
-def test_stream_is_read_elsewhere_when_a_replica_hangs(own: Cluster, any_version: str) -> None:
+def test_stream_is_read_elsewhere_when_a_replica_hangs(
+    harmed: Cluster, chosen_version: str
+) -> None:
     with (
-        environment_of(own, heartbeat=HEARTBEAT) as environment,
+        environment_of(harmed, heartbeat=HEARTBEAT) as environment,
         stream_in(environment) as stream,
         environment.consumer(stream, offset="first") as consumer,
         environment.producer(stream, linger=0) as producer,
@@ -178,7 +174,7 @@ def test_stream_is_read_elsewhere_when_a_replica_hangs(own: Cluster, any_version
         producer.send(b"before")
         messages = consumer.messages(timeout=30)
         assert next(messages).body == b"before"
-        hanging = next(n for n in own.nodes if stream_address(n) == consumer.nodes[stream])
+        hanging = next(n for n in harmed.nodes if stream_address(n) == consumer.nodes[stream])
         hanging.freeze()
         began = time.monotonic()
         try:
@@ -187,6 +183,6 @@ def test_stream_is_read_elsewhere_when_a_replica_hangs(own: Cluster, any_version
         finally:
             took = time.monotonic() - began
             hanging.thaw()
-            own.wait_until_whole()
-        print(f"\n{any_version}, replica frozen: read elsewhere after {took:.2f} s")
+            harmed.wait_until_whole()
+        print(f"\n{chosen_version}, replica frozen: read elsewhere after {took:.2f} s")
         assert took < 2 * HEARTBEAT + 5

@@ -35,12 +35,6 @@ NOTICED_WITHIN = 2.0
 """A node's end takes a moment to be noticed, so what counts is work well after it."""
 
 
-@pytest.fixture(scope="module")
-def own(broker_version: str) -> Iterator[Cluster]:
-    with Cluster.start(version=broker_version) as running:
-        yield running
-
-
 class Load:
     """Publishes at an even rate, until told to end and `MESSAGES` are sent at least."""
 
@@ -144,14 +138,14 @@ class Workers:
 
 
 @pytest.fixture
-def environment(own: Cluster) -> Iterator[StreamEnvironment]:
-    with environment_of(own, heartbeat=5) as opened:
+def environment(harmed: Cluster) -> Iterator[StreamEnvironment]:
+    with environment_of(harmed, heartbeat=5) as opened:
         yield opened
 
 
 @pytest.fixture
-def workers(own: Cluster, environment: StreamEnvironment, tmp_path: Path) -> Iterator[Workers]:
-    urls = [node.endpoint.stream_url for node in own]
+def workers(harmed: Cluster, environment: StreamEnvironment, tmp_path: Path) -> Iterator[Workers]:
+    urls = [node.endpoint.stream_url for node in harmed]
     with super_stream_in(environment, PARTITIONS) as stream:
         started = Workers(tmp_path, stream, urls)
         try:
@@ -163,7 +157,7 @@ def workers(own: Cluster, environment: StreamEnvironment, tmp_path: Path) -> Ite
 
 
 def test_workers_and_a_node_die_and_nothing_is_lost_or_out_of_order(
-    own: Cluster, environment: StreamEnvironment, workers: Workers
+    harmed: Cluster, environment: StreamEnvironment, workers: Workers
 ) -> None:
     workers.start()
     load = Load(environment, workers.stream)
@@ -179,13 +173,13 @@ def test_workers_and_a_node_die_and_nothing_is_lost_or_out_of_order(
         print(f"after kill -9 of a worker its partitions were read again in {took:.2f} s")
         workers.start()
         print(f"5 workers again: {workers.settle(5):.1f} s, loads {workers.loads()}")
-        node = leader_node(own, environment, environment.partitions(workers.stream)[0])
+        node = leader_node(harmed, environment, environment.partitions(workers.stream)[0])
         killed_node_at = time.monotonic()
         node.kill()
         took = recovery(workers, set(environment.partitions(workers.stream)), killed_node_at)
         print(f"after kill -9 of a node every partition was read again in {took:.2f} s")
         node.restart()
-        own.wait_until_whole()
+        harmed.wait_until_whole()
         print(f"with the node back: {workers.settle(5):.1f} s, loads {workers.loads()}")
         leaving = workers.running[:3]
         for worker in leaving:
@@ -196,15 +190,14 @@ def test_workers_and_a_node_die_and_nothing_is_lost_or_out_of_order(
         load.end()
     wait_until(
         lambda: len(workers.handled()) == load.sent,
-        60,
-        lambda: f"{len(workers.handled())} handled of {load.sent}; loads {workers.loads()}",
+        explain=lambda: f"{len(workers.handled())} handled of {load.sent}; loads {workers.loads()}",
     )
     faults = [at(victim), killed_node_at]
     duplicates = check(workers, load.sent, faults)
     print(f"{load.sent} messages, {duplicates} handled twice around the kills")
 
 
-@pytest.mark.long
+@pytest.mark.twin("")
 def test_worker_that_was_frozen_begins_nothing_that_others_have_handled_meanwhile(
     environment: StreamEnvironment, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +220,7 @@ def test_worker_that_was_frozen_begins_nothing_that_others_have_handled_meanwhil
         time.sleep(1)
     finally:
         load.end()
-    wait_until(lambda: len(workers.handled()) == load.sent, 60)
+    wait_until(lambda: len(workers.handled()) == load.sent)
     began = [line for line in lines_of(frozen.path) if line.what == "B" and line.at > thawed_at]
     assert began, "it works again"
     assert not [line for line in began if line.number in handled]

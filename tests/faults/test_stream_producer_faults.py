@@ -27,15 +27,6 @@ MESSAGES = 200_000
 SLICE = 1_000
 
 
-@pytest.fixture
-def own(any_version: str) -> Iterator[Cluster]:
-    """A cluster for each test: a node that was killed soon after the first stream was made came
-    back without its member of the brokers' stream coordinator (`noproc`, seen on 4.0.5). When
-    another node was killed then, the rest had no majority and elected no leader any more."""
-    with Cluster.start(version=any_version) as running:
-        yield running
-
-
 class Sending:
     """Sends numbers as bodies from a thread of its own, in slices."""
 
@@ -98,7 +89,7 @@ def kill_a_leader(
     cluster: Cluster, environment: StreamEnvironment, super_stream: str, sending: Sending
 ) -> float:
     """Kill -9 when a quarter is sent, and wait until all is; how long after the kill."""
-    wait_until(lambda: sending.sent >= MESSAGES // 4, 60)
+    wait_until(lambda: sending.sent >= MESSAGES // 4)
     victim = leader_node(cluster, environment, environment.partitions(super_stream)[0])
     killed_at = time.monotonic()
     victim.kill()
@@ -112,16 +103,16 @@ def kill_a_leader(
 
 @pytest.mark.parametrize("sub_entries", [0, 100], ids=["simple", "sub-entries"])
 def test_a_named_producer_loses_repeats_and_reorders_nothing_when_a_leader_is_killed(
-    own: Cluster, any_version: str, sub_entries: int
+    harmed: Cluster, chosen_version: str, sub_entries: int
 ) -> None:
     codec = Compression.GZIP if sub_entries else Compression.NONE
     options = ProducerOptions(name="p", sub_entry_messages=sub_entries, compression=codec)
     with (
-        environment_of(own) as environment,
+        environment_of(harmed) as environment,
         super_stream_in(environment) as invoices,
         producing(environment, invoices, options, MESSAGES) as (producer, sending),
     ):
-        kill_a_leader(own, environment, invoices, sending)
+        kill_a_leader(harmed, environment, invoices, sending)
         report = sending.end(timeout=90)
         report.raise_for_failures()
         assert report.stored == sending.sent
@@ -130,19 +121,19 @@ def test_a_named_producer_loses_repeats_and_reorders_nothing_when_a_leader_is_ki
         for stream, numbers in found.items():
             assert numbers == sorted(numbers), f"{stream} is out of order"
         assert producer.counters["recoveries"] > 0
-        print(f"\n{any_version}, named, leader killed: {sending.sent} stored once, in order;")
+        print(f"\n{chosen_version}, named, leader killed: {sending.sent} stored once, in order;")
         print(f"  longest time to the next confirm {producer.counters['longest_recovery']:.2f} s")
 
 
 def test_an_unnamed_producer_reports_what_is_unknown_and_repeats_nothing_when_a_leader_is_killed(
-    own: Cluster, any_version: str
+    harmed: Cluster, chosen_version: str
 ) -> None:
     with (
-        environment_of(own) as environment,
+        environment_of(harmed) as environment,
         super_stream_in(environment) as invoices,
         producing(environment, invoices, ProducerOptions(), MESSAGES) as (producer, sending),
     ):
-        kill_a_leader(own, environment, invoices, sending)
+        kill_a_leader(harmed, environment, invoices, sending)
         report = sending.end(timeout=90)
         assert report.stored + report.refused_count + report.unknown_count == sending.sent
         refused = {failure.number for failure in report.refused}
@@ -157,20 +148,22 @@ def test_an_unnamed_producer_reports_what_is_unknown_and_repeats_nothing_when_a_
         for stream, numbers in found.items():
             assert numbers == sorted(numbers), f"{stream} is out of order"
         print(
-            f"\n{any_version}, unnamed, leader killed: {report.stored} stored, "
+            f"\n{chosen_version}, unnamed, leader killed: {report.stored} stored, "
             f"{len(unknown)} unknown, of which {len(unknown & set(times))} are there;"
         )
         print(f"  longest time to the next confirm {producer.counters['longest_recovery']:.2f} s")
 
 
-@pytest.mark.long
-def test_a_named_producer_goes_on_while_all_nodes_restart(own: Cluster, any_version: str) -> None:
+@pytest.mark.twin("")
+def test_a_named_producer_goes_on_while_all_nodes_restart(
+    harmed: Cluster, chosen_version: str
+) -> None:
     with (
-        environment_of(own) as environment,
+        environment_of(harmed) as environment,
         super_stream_in(environment) as invoices,
         producing(environment, invoices, ProducerOptions(name="p"), 0) as (producer, sending),
     ):
-        for node in own.nodes:
+        for node in harmed.nodes:
             # A stream lives on while one node is away; it must be whole before the next one goes.
             for stream in environment.partitions(invoices):
                 await_replicas(environment, stream)
@@ -183,7 +176,7 @@ def test_a_named_producer_goes_on_while_all_nodes_restart(own: Cluster, any_vers
             numbers = list(map(int, bodies))
             assert numbers == sorted(set(numbers))
         counters = producer.counters
-        print(f"\n{any_version}, all nodes restarted: {sending.sent} stored once, in order;")
+        print(f"\n{chosen_version}, all nodes restarted: {sending.sent} stored once, in order;")
         print(
             f"  {counters['recoveries']} recoveries, longest time to the next confirm "
             f"{counters['longest_recovery']:.2f} s"

@@ -65,11 +65,11 @@ def remove(cluster: Cluster, topology: Topology, name: str) -> None:
     management = cluster.running_nodes()[0].management
     topology.forget(name)
     topology.clear_policy(f"exchange {name}")
-    for queue in management.get("queues", "/"):
+    for queue in management.get("queues", cluster.vhost):
         if queue["name"].startswith(f"sharding: {name} - "):
-            management.call("DELETE", "queues", "/", queue["name"])
+            management.call("DELETE", "queues", cluster.vhost, queue["name"])
     try:
-        management.call("DELETE", "exchanges", "/", name)
+        management.call("DELETE", "exchanges", cluster.vhost, name)
     except NoAnswer as error:
         if error.status != 404:
             raise
@@ -686,7 +686,7 @@ def test_robust_consumer_is_back_on_its_shard_after_a_reconnect(
                 assert (message.routing_key, message.consumer_tag) == (shard_name, tag)
                 await message.ack()
             # Nothing was declared under the logical name, and the exchange still shards.
-            queues = await asyncio.to_thread(node.management.get, "queues", "/")
+            queues = await asyncio.to_thread(node.management.get, "queues", node.endpoint.vhost)
             assert logical not in {each["name"] for each in queues}
             exchange = await channel.get_exchange(logical)
             assert await exchange.publish(aio_pika.Message(b"y"), "user-1")
@@ -708,22 +708,16 @@ def kill_connection(node: Node, name: str) -> None:
         ]
         return bool(found)
 
-    wait_until(is_listed, 20)
+    wait_until(is_listed)
     node.management.call("DELETE", "connections", found[0])
 
 
 # Harm
 
 
-@pytest.fixture(scope="module")
-def fragile(broker_version: str) -> Iterator[Cluster]:
-    with Cluster.start(version=broker_version) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def fragile_topology(fragile: Cluster) -> Iterator[Topology]:
-    with topology_of(fragile) as running:
+@pytest.fixture
+def harmed_topology(harmed: Cluster) -> Iterator[Topology]:
+    with topology_of(harmed) as running:
         shard(running, "images", 1)
         yield running
 
@@ -738,25 +732,25 @@ def key_on(topology: Topology, node: Node) -> tuple[str, str]:
 
 @both_kinds
 def test_node_behind_a_balancer_is_recognised(
-    fragile: Cluster, fragile_topology: Topology, kind: str
+    cluster: Cluster, topology: Topology, logical: str, kind: str
 ) -> None:
     connect = aio_pika.connect if kind == "plain" else aio_pika.connect_robust
-    balancer = fragile.balancer()
+    balancer = cluster.balancer()
 
     async def play() -> None:
         seen: set[str] = set()
         for _ in range(30):
             connection = await connect(balancer.endpoint.amqp_url, timeout=10)
             async with connection:
-                channel = AioShardedChannel(await connection.channel(), fragile_topology)
+                channel = AioShardedChannel(await connection.channel(), topology)
                 # A queue without a policy lives on the node that it was declared through.
                 own = await channel.declare_queue(exclusive=True)
-                management = fragile.nodes[0].management
-                found = await asyncio.to_thread(management.get, "queues", "/", own.name)
-                queue = await channel.get_queue("images")
-                assert queue.name == f"sharding: images - {found['node']} - 0"
+                management = cluster.nodes[0].management
+                found = await asyncio.to_thread(management.get, "queues", cluster.vhost, own.name)
+                queue = await channel.get_queue(logical)
+                assert queue.name == f"sharding: {logical} - {found['node']} - 0"
                 seen.add(found["node"])
-            if len(seen) == len(fragile.nodes):
+            if len(seen) == len(cluster.nodes):
                 return
         raise AssertionError(f"the balancer only led to {seen}")
 
@@ -765,17 +759,17 @@ def test_node_behind_a_balancer_is_recognised(
 
 @both_kinds
 def test_every_wait_for_a_frozen_node_ends(
-    fragile: Cluster, fragile_topology: Topology, kind: str
+    harmed: Cluster, harmed_topology: Topology, kind: str
 ) -> None:
     """The node we are connected to hangs; then the node of the key's shard."""
-    here, there = fragile.nodes[0], fragile.nodes[1]
+    here, there = harmed.nodes[0], harmed.nodes[1]
 
     async def play(frozen: Node) -> None:
-        key, name = key_on(fragile_topology, frozen)
+        key, name = key_on(harmed_topology, frozen)
         connection = await connected(here, kind)
         async with connection:
             channel = AioShardedChannel(
-                await connection.channel(), fragile_topology, confirm_timeout=2
+                await connection.channel(), harmed_topology, confirm_timeout=2
             )
             exchange = await channel.get_exchange("images")
 
@@ -794,7 +788,7 @@ def test_every_wait_for_a_frozen_node_ends(
                 with pytest.raises(OutcomeUnknown, match="within 2 s \\(confirm_timeout\\)"):
                     await exchange.publish(aio_pika.Message(b"x"), key)
                 # It is known to be away by now, and the next one is told at once.
-                await until(lambda: fragile_topology.unavailable(name), 5)
+                await until(lambda: harmed_topology.unavailable(name), 5)
                 with pytest.raises(ShardUnavailable, match="away"):
                     await exchange.publish(aio_pika.Message(b"x"), key)
                 began = time.monotonic()
@@ -802,8 +796,8 @@ def test_every_wait_for_a_frozen_node_ends(
                 assert time.monotonic() - began < 4
             finally:
                 frozen.thaw()
-                await asyncio.to_thread(fragile.wait_until_whole)
-        await until(lambda: not fragile_topology.unavailable(name), 30)
+                await asyncio.to_thread(harmed.wait_until_whole)
+        await until(lambda: not harmed_topology.unavailable(name), 30)
 
     asyncio.run(play(there))
     asyncio.run(play(here))
@@ -811,49 +805,49 @@ def test_every_wait_for_a_frozen_node_ends(
 
 @both_kinds
 def test_nack_is_raised_and_the_shard_suspected(
-    fragile: Cluster, fragile_topology: Topology, kind: str, monkeypatch: pytest.MonkeyPatch
+    harmed: Cluster, harmed_topology: Topology, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, there = fragile.nodes[0], fragile.nodes[1]
-    key, name = key_on(fragile_topology, there)
+    here, there = harmed.nodes[0], harmed.nodes[1]
+    key, name = key_on(harmed_topology, there)
 
     async def play() -> None:
-        async with opened(here, kind, fragile_topology) as channel:
+        async with opened(here, kind, harmed_topology) as channel:
             exchange = await channel.get_exchange("images")
             await asyncio.to_thread(there.kill)
             # As if the watch of the nodes had not noticed yet.
             with monkeypatch.context() as unnoticed:
-                unnoticed.setattr(fragile_topology, "unavailable", lambda _: False)
+                unnoticed.setattr(harmed_topology, "unavailable", lambda _: False)
                 with pytest.raises(DeliveryError) as nacked:
                     await exchange.publish(aio_pika.Message(b"x"), key)
             assert not isinstance(nacked.value, PublishError)
-            await until(lambda: fragile_topology.unavailable(name), 5)
+            await until(lambda: harmed_topology.unavailable(name), 5)
             with pytest.raises(ShardUnavailable, match="away"):
                 await exchange.publish(aio_pika.Message(b"x"), key)
-            other, _ = key_on(fragile_topology, here)
+            other, _ = key_on(harmed_topology, here)
             assert await exchange.publish(aio_pika.Message(b"x"), other)
 
     try:
         asyncio.run(play())
     finally:
         there.restart()
-    wait_until(lambda: not fragile_topology.unavailable(name), 30)
+    wait_until(lambda: not harmed_topology.unavailable(name))
 
 
 def test_robust_channel_goes_on_at_another_node_and_its_consumer_returns_with_the_shard(
-    fragile: Cluster, fragile_topology: Topology
+    harmed: Cluster, harmed_topology: Topology
 ) -> None:
-    balancer = fragile.balancer()
+    balancer = harmed.balancer()
 
     async def play() -> None:
         connection = await aio_pika.connect_robust(
             balancer.endpoint.amqp_url, timeout=10, reconnect_interval=0.2
         )
         async with connection:
-            channel = AioShardedChannel(await connection.channel(), fragile_topology)
+            channel = AioShardedChannel(await connection.channel(), harmed_topology)
             queue = await channel.declare_queue("images", durable=True)
             received: asyncio.Queue[Any] = asyncio.Queue()
             await queue.consume(received.put, no_ack=True, consumer_tag="c")
-            [lost] = [node for node in fragile if queue.name.endswith(f"{node.name} - 0")]
+            [lost] = [node for node in harmed if queue.name.endswith(f"{node.name} - 0")]
             reconnected = asyncio.Event()
             connection.reconnect_callbacks.add(lambda *_: reconnected.set())
             await asyncio.to_thread(lost.kill)
@@ -865,7 +859,7 @@ def test_robust_channel_goes_on_at_another_node_and_its_consumer_returns_with_th
                 await asyncio.to_thread(lost.restart)
 
             async def is_back() -> bool:
-                return await counted(fragile_topology, [queue.name]) == [1]
+                return await counted(harmed_topology, [queue.name]) == [1]
 
             await until(is_back, 30)
             await channel.default_exchange.publish(aio_pika.Message(b"back"), queue.name)
@@ -879,8 +873,8 @@ def test_robust_channel_goes_on_at_another_node_and_its_consumer_returns_with_th
     try:
         asyncio.run(play())
     finally:
-        fragile.wait_until_whole()
-    wait_until(lambda: not any(map(fragile_topology.unavailable, shards_of(fragile_topology))), 30)
+        harmed.wait_until_whole()
+    wait_until(lambda: not any(map(harmed_topology.unavailable, shards_of(harmed_topology))))
 
 
 def shards_of(topology: Topology) -> list[str]:
@@ -890,20 +884,20 @@ def shards_of(topology: Topology) -> list[str]:
 
 
 def test_consume_all_reads_a_shard_again_when_its_node_is_back(
-    fragile: Cluster, fragile_topology: Topology
+    harmed: Cluster, harmed_topology: Topology
 ) -> None:
-    here, there = fragile.nodes[0], fragile.nodes[2]
-    _, name = key_on(fragile_topology, there)
+    here, there = harmed.nodes[0], harmed.nodes[2]
+    _, name = key_on(harmed_topology, there)
 
     async def play() -> None:
-        async with opened(here, "plain", fragile_topology) as channel:
+        async with opened(here, "plain", harmed_topology) as channel:
             received: asyncio.Queue[Any] = asyncio.Queue()
             await channel.consume_all("images", received.put, no_ack=True)
             await asyncio.to_thread(there.kill)
             await asyncio.to_thread(there.restart)
 
             async def is_read() -> bool:
-                return await counted(fragile_topology, [name]) == [1]
+                return await counted(harmed_topology, [name]) == [1]
 
             await until(is_read, 30)
             assert not channel.is_closed
@@ -917,4 +911,4 @@ def test_consume_all_reads_a_shard_again_when_its_node_is_back(
     try:
         asyncio.run(play())
     finally:
-        fragile.wait_until_whole()
+        harmed.wait_until_whole()

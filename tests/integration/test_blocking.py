@@ -82,7 +82,7 @@ def _node_of_consumer(cluster: Cluster, tag: str) -> str:
         found.extend(consumer["channel_details"]["node"] for consumer in here)
         return found
 
-    wait_until(listed, 20)
+    wait_until(listed)
     return found[0]
 
 
@@ -140,9 +140,9 @@ def test_unroutable_message_is_an_error_also_without_mandatory(
         raw.queue_delete(shard.name)
     with pytest.raises(ShardUnavailable, match="warren shards ensure"):
         channel.basic_publish(images.logical, "user-1", b"x")
-    wait_until(lambda: topology.unavailable(shard.name), 5)
+    wait_until(lambda: topology.unavailable(shard.name))
     topology.ensure(images.logical)
-    wait_until(lambda: not topology.unavailable(shard.name), 10)
+    wait_until(lambda: not topology.unavailable(shard.name))
     channel.basic_publish(images.logical, "user-1", b"x")
     with pytest.raises(UnroutableError):
         channel.basic_publish("amq.direct", "nobody", b"x", mandatory=True)
@@ -155,7 +155,7 @@ def test_name_that_is_sharded_no_more_loses_nothing_silently(
     channel.confirm_delivery()
     channel.basic_publish(images.logical, "user-42", b"stored")
     topology.forget(images.logical)
-    wait_until(lambda: topology.shard_map(images.logical) is None, 5)
+    wait_until(lambda: topology.shard_map(images.logical) is None)
     with pytest.raises(UnroutableError):  # Warren's exchange is still there, and routes nothing
         channel.basic_publish(images.logical, "user-42", b"nowhere to go")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pika
 import pytest
 
@@ -13,18 +11,6 @@ from tests.cluster.cluster import members_seen
 from tests.cluster.nodes import answers_tcp, serves
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def fragile(any_version: str) -> Iterator[Cluster]:
-    with Cluster.start(version=any_version) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def leaves_the_cluster_whole(fragile: Cluster) -> Iterator[None]:
-    yield
-    fragile.wait_until_whole()
 
 
 def publish(node: Node, queue: str, body: bytes) -> None:
@@ -41,34 +27,34 @@ def take(node: Node, queue: str) -> bytes | None:
         return body
 
 
-def test_started_means_every_node_serves_and_all_agree(fragile: Cluster, any_version: str) -> None:
-    names = {node.name for node in fragile}
+def test_started_means_every_node_serves_and_all_agree(nodes: Cluster, any_version: str) -> None:
+    names = {node.name for node in nodes}
     assert len(names) == 3
-    assert len({node.endpoint.address for node in fragile}) == 3
-    for node in fragile:
+    assert len({node.endpoint.address for node in nodes}) == 3
+    for node in nodes:
         assert serves(node.endpoint)
         assert members_seen(node.management) == names
         assert node.management.get("overview")["rabbitmq_version"].startswith(f"{any_version}.")
         publish(node, "hello", b"from " + node.name.encode())
-    assert {take(fragile.nodes[0], "hello") for _ in fragile} == {
+    assert {take(nodes.nodes[0], "hello") for _ in nodes} == {
         b"from " + name.encode() for name in names
     }
 
 
-def test_killed_node_is_gone_at_once_and_comes_back_with_its_data(fragile: Cluster) -> None:
-    victim = fragile.nodes[1]
+def test_killed_node_is_gone_at_once_and_comes_back_with_its_data(harmed: Cluster) -> None:
+    victim = harmed.nodes[1]
     publish(victim, "kept", b"over kill -9")
     victim.kill()
     assert not victim.driver.running()
     assert not answers_tcp(victim.endpoint.address, victim.endpoint.ports["amqp"])
-    assert victim not in fragile.running_nodes()
-    wait_until(lambda: victim.name not in members_seen(fragile.nodes[0].management), 30)
+    assert victim not in harmed.running_nodes()
+    wait_until(lambda: victim.name not in members_seen(harmed.nodes[0].management))
     victim.restart()
     assert take(victim, "kept") == b"over kill -9"
 
 
-def test_stopped_node_comes_back_with_its_data(fragile: Cluster) -> None:
-    victim = fragile.nodes[2]
+def test_stopped_node_comes_back_with_its_data(harmed: Cluster) -> None:
+    victim = harmed.nodes[2]
     publish(victim, "kept", b"over a stop")
     victim.stop()
     assert not victim.driver.running()
@@ -76,8 +62,8 @@ def test_stopped_node_comes_back_with_its_data(fragile: Cluster) -> None:
     assert take(victim, "kept") == b"over a stop"
 
 
-def test_frozen_node_keeps_its_listeners_but_answers_nothing(fragile: Cluster) -> None:
-    victim = fragile.nodes[0]
+def test_frozen_node_keeps_its_listeners_but_answers_nothing(harmed: Cluster) -> None:
+    victim = harmed.nodes[0]
     victim.freeze()
     try:
         # The kernel still accepts; nobody behind it speaks.
@@ -87,36 +73,36 @@ def test_frozen_node_keeps_its_listeners_but_answers_nothing(fragile: Cluster) -
             victim.management.get("overview", timeout=1)
     finally:
         victim.thaw()
-    fragile.wait_until_whole()
+    harmed.wait_until_whole()
     assert serves(victim.endpoint)
 
 
-def test_node_that_is_added_joins_and_one_that_leaves_is_forgotten(fragile: Cluster) -> None:
-    before = {node.name for node in fragile}
-    fourth = fragile.add_node()
+def test_node_that_is_added_joins_and_one_that_leaves_is_forgotten(harmed: Cluster) -> None:
+    before = {node.name for node in harmed}
+    fourth = harmed.add_node()
     assert fourth.name not in before
-    for node in fragile:
+    for node in harmed:
         assert members_seen(node.management) == before | {fourth.name}
     publish(fourth, "at-the-fourth", b"x")
-    assert take(fragile.nodes[0], "at-the-fourth") == b"x"
+    assert take(harmed.nodes[0], "at-the-fourth") == b"x"
 
-    fragile.remove_node(fourth)
+    harmed.remove_node(fourth)
     assert not fourth.driver.running()
-    for node in fragile:
+    for node in harmed:
         known = {entry["name"] for entry in node.management.get("nodes")}
         assert known == before  # forgotten, not merely down
 
 
-def test_node_cut_off_is_unseen_by_the_others_until_healed(fragile: Cluster) -> None:
-    victim, *others = fragile.nodes
+def test_node_cut_off_is_unseen_by_the_others_until_healed(harmed: Cluster) -> None:
+    victim, *others = harmed.nodes
     victim.cut_off()
     assert victim.driver.running()
     for other in others:
         assert members_seen(other.management) == {node.name for node in others}
     # Cut means cut: the others can't call it back.
-    fragile.nodes[1].driver.ctl("eval", f"net_adm:ping('{victim.name}').")
-    assert victim.name not in members_seen(fragile.nodes[1].management)
+    harmed.nodes[1].driver.ctl("eval", f"net_adm:ping('{victim.name}').")
+    assert victim.name not in members_seen(harmed.nodes[1].management)
     victim.heal()
-    for node in fragile:
-        assert members_seen(node.management) == {node.name for node in fragile}
+    for node in harmed:
+        assert members_seen(node.management) == {node.name for node in harmed}
         assert not any(entry.get("partitions") for entry in node.management.get("nodes"))

@@ -34,27 +34,39 @@ def traces(name: str) -> list[str]:
     ]
 
 
-def test_two_clusters_run_side_by_side_and_one_ends_without_a_trace(cluster: Cluster) -> None:
+@pytest.mark.usefixtures("boots_clusters")
+def test_cluster_with_settings_of_its_own_runs_beside_another_and_ends_without_a_trace(
+    cluster: Cluster,
+) -> None:
     name = fresh_name()
-    with Cluster.start(name, nodes=1, version="3.10") as other:
-        assert {node.endpoint.address for node in other}.isdisjoint(
-            node.endpoint.address for node in cluster
-        )
-        assert other.version.startswith("3.10.")
+    assert "x-modulus-hash" not in exchange_types(cluster.nodes[0].endpoint)
+    with Cluster.start(
+        name,
+        nodes=1,
+        plugins=["rabbitmq_sharding"],
+        config="listeners.tcp.2 = $address:$second",
+        extra_ports=["second"],
+    ) as other:
+        endpoint = other.nodes[0].endpoint
+        assert endpoint.address not in {node.endpoint.address for node in cluster}
+        assert "x-modulus-hash" in exchange_types(endpoint)
+        second = pika.ConnectionParameters(endpoint.address, endpoint.ports["second"])
+        pika.BlockingConnection(second).close()
+        with pytest.raises(FileExistsError, match="running already"):
+            Cluster.start(name, nodes=1)
+        assert other.running_nodes() == other.nodes
         assert traces(name)
     assert traces(name) == []
     assert len(cluster.running_nodes()) == 3
 
 
-def test_two_starts_of_one_name_do_not_share_a_cluster() -> None:
-    name = fresh_name()
-    with Cluster.start(name, nodes=1), pytest.raises(FileExistsError, match="running already"):
-        Cluster.start(name, nodes=1)
-    assert traces(name) == []
+def exchange_types(endpoint: Endpoint) -> set[str]:
+    return {entry["name"] for entry in endpoint.management.get("overview")["exchange_types"]}
 
 
-def test_cluster_of_a_killed_run_is_cleaned_up_by_the_next_start() -> None:
-    name = fresh_name()
+@pytest.mark.usefixtures("boots_clusters")
+def test_next_start_cleans_up_after_a_killed_run_and_one_that_fails_leaves_nothing() -> None:
+    name, second = fresh_name(), fresh_name()
     script = f"""
 import time
 from tests.cluster import Cluster
@@ -70,10 +82,12 @@ time.sleep(600)
         run.send_signal(signal.SIGKILL)
     assert traces(name)
     assert name in folders.abandoned()
-    with Cluster.start(nodes=1):
-        assert traces(name) == []
+    with pytest.raises(RuntimeError, match="no_such_setting"):
+        Cluster.start(second, nodes=1, config="no_such_setting = 1")
+    assert traces(name) == traces(second) == []
 
 
+@pytest.mark.usefixtures("boots_clusters")
 def test_make_up_status_and_down(broker_version: str) -> None:
     name, second = fresh_name(), fresh_name()
 
@@ -86,7 +100,7 @@ def test_make_up_status_and_down(broker_version: str) -> None:
         ).stdout
 
     try:
-        make("up", name)
+        make("up", name, "NODES=2")
         make("up", second, "NODES=1")
         status = make("status", name)
         for node in [*Cluster.attach(name), *Cluster.attach(second)]:
@@ -94,36 +108,12 @@ def test_make_up_status_and_down(broker_version: str) -> None:
             assert node.endpoint.address in row
             assert f" {broker_version}." in row
             assert " MB " in row
-        assert len(Cluster.attach(name).running_nodes()) == 3
+        assert len(Cluster.attach(name).running_nodes()) == 2
     finally:
         make("down", name)
+        assert len(Cluster.attach(second).running_nodes()) == 1
         make("down", second)
     assert traces(name) == traces(second) == []
-
-
-def test_broker_that_can_not_boot_is_quoted_and_leaves_nothing() -> None:
-    name = fresh_name()
-    with pytest.raises(RuntimeError, match="no_such_setting"):
-        Cluster.start(name, nodes=1, config="no_such_setting = 1")
-    assert traces(name) == []
-
-
-def test_plugins_and_configuration_are_chosen_for_each_cluster(cluster: Cluster) -> None:
-    def exchange_types(node_endpoint: Endpoint) -> set[str]:
-        overview = node_endpoint.management.get("overview")
-        return {entry["name"] for entry in overview["exchange_types"]}
-
-    assert "x-modulus-hash" not in exchange_types(cluster.nodes[0].endpoint)
-    with Cluster.start(
-        nodes=1,
-        plugins=["rabbitmq_sharding"],
-        config="listeners.tcp.2 = $address:$second",
-        extra_ports=["second"],
-    ) as special:
-        endpoint = special.nodes[0].endpoint
-        assert "x-modulus-hash" in exchange_types(endpoint)
-        second = pika.ConnectionParameters(endpoint.address, endpoint.ports["second"])
-        pika.BlockingConnection(second).close()
 
 
 def test_haproxy_deals_connections_out_to_every_node(cluster: Cluster) -> None:
@@ -155,6 +145,7 @@ def test_brokers_named_in_the_environment_are_used_and_never_harmed(
 
 
 @pytest.mark.docker
+@pytest.mark.usefixtures("boots_clusters")
 def test_cluster_in_docker_joins_and_ends_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WARREN_BROKER_SOURCE", "docker")
     name = fresh_name()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pika
 import pytest
@@ -131,23 +130,17 @@ def test_wrong_password_is_said_without_the_password(cluster: Cluster) -> None:
     assert "Traceback" not in said
 
 
-@pytest.fixture(scope="module")
-def with_plugin(any_version: str) -> Iterator[Cluster]:
-    with Cluster.start(nodes=2, version=any_version, plugins=["rabbitmq_sharding"]) as running:
-        yield running
-
-
 def test_plugin_is_taken_over_with_its_queues_and_messages(with_plugin: Cluster) -> None:
     node, logical = with_plugin.nodes[0], fresh_queue()
     with raw_channel(node) as channel:
         channel.exchange_declare(logical, "x-modulus-hash", durable=True)
-        wait_until(lambda: _plugin_has_made(with_plugin, logical), 60)
+        wait_until(lambda: _plugin_has_made(with_plugin, logical))
         made_by_plugin = shards_of(with_plugin, logical)
         channel.confirm_delivery()
         for number in range(50):
             properties = pika.BasicProperties(delivery_mode=2)
             channel.basic_publish(logical, f"user-{number}", b"old", properties)
-    wait_until(lambda: _messages(node, logical) == 50, 30)
+    wait_until(lambda: _messages(node, logical) == 50)
 
     code, said = warren(node, "adopt", logical)
     assert code == 1
@@ -177,7 +170,7 @@ def test_plugin_is_taken_over_with_its_queues_and_messages(with_plugin: Cluster)
         # The operator removes the exchange: from then on messages go under their own name.
         with raw_channel(node) as channel:
             channel.exchange_delete(logical)
-        node.management.call("DELETE", "policies", "/", logical)
+        node.management.call("DELETE", "policies", node.endpoint.vhost, logical)
         assert topology.ensure(logical).shard_map.exchange == logical
         channel_of_ours.basic_publish(logical, "user-1", b"own")
         assert [body for _, _, body in drain(node, made_by_plugin)] == [b"own"]
@@ -191,11 +184,11 @@ def _plugin_has_made(cluster: Cluster, logical: str) -> bool:
     """
     body = {"pattern": f"^{logical}$", "definition": {"shards-per-node": 2}}
     api = cluster.nodes[0].management
-    api.call("PUT", "policies", "/", logical, body={**body, "apply-to": "exchanges"})
+    api.call("PUT", "policies", cluster.vhost, logical, body={**body, "apply-to": "exchanges"})
     try:
-        wait_until(lambda: len(shards_of(cluster, logical)) == 4, 5)
+        wait_until(lambda: len(shards_of(cluster, logical)) == 6, 5)
     except TimeoutError:
-        api.call("DELETE", "policies", "/", logical)
+        api.call("DELETE", "policies", cluster.vhost, logical)
         return False
     return True
 
@@ -203,7 +196,7 @@ def _plugin_has_made(cluster: Cluster, logical: str) -> bool:
 def _messages(node: Node, logical: str) -> int:
     return sum(
         queue.get("messages", 0)
-        for queue in node.management.get("queues", "/")
+        for queue in node.management.get("queues", node.endpoint.vhost)
         if queue["name"].startswith(f"sharding: {logical} - ")
     )
 
@@ -214,10 +207,10 @@ def test_adoption_waits_until_the_shards_are_drained(with_plugin: Cluster) -> No
     with raw_channel(node) as channel:
         channel.queue_declare(shard, durable=True)
         channel.basic_publish("", shard, b"old", pika.BasicProperties(delivery_mode=2))
-    wait_until(lambda: _messages(node, logical) == 1, 30)
+    wait_until(lambda: _messages(node, logical) == 1)
     code, said = warren(node, "adopt", logical, "--drain", "--timeout", "2")
     assert code == 1
     assert "must be gone within 2 s" in said
     drain(node, [shard])
-    wait_until(lambda: _messages(node, logical) == 0, 30)
+    wait_until(lambda: _messages(node, logical) == 0)
     assert warren(node, "adopt", logical, "--drain", "--timeout", "30")[0] == 0

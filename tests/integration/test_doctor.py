@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from sharding.doctor import Finding, Verdict, examine, places_from
 from tests.certificates import Authority, server_context
 from tests.cluster import Cluster, Node, wait_until
+from tests.cluster.pool import Pool
 from tests.fake_amqp import FakeAmqp
 from tests.fake_broker import FakeBroker
 from tests.machine import PROJECT
@@ -45,7 +47,9 @@ def all_of(node: Node) -> list[Finding]:
 
 def names_left(node: Node) -> list[str]:
     kinds = ("queues", "exchanges")
-    things = [thing["name"] for kind in kinds for thing in node.management.get(kind, "/")]
+    things = [
+        thing["name"] for kind in kinds for thing in node.management.get(kind, node.endpoint.vhost)
+    ]
     return [name for name in things if name.startswith("warren.doctor")]
 
 
@@ -131,7 +135,8 @@ def test_wrong_password_is_found_by_every_protocol(cluster: Cluster) -> None:
 @pytest.mark.cluster
 def test_virtual_host_that_is_not_there_is_found(cluster: Cluster) -> None:
     endpoint = cluster.nodes[0].endpoint
-    found = findings([f"{endpoint.amqp_url}nowhere"], [], [f"{endpoint.stream_url}nowhere"])
+    nowhere = replace(endpoint, vhost="nowhere")
+    found = findings([nowhere.amqp_url], [], [nowhere.stream_url])
     assert list(problems(found)) == ["virtual host"]
     assert sum(finding.verdict is Verdict.PROBLEM for finding in found) == 2
 
@@ -172,7 +177,7 @@ def test_balancer_that_leads_to_one_node_only_is_found(cluster: Cluster) -> None
 def test_missing_permission_is_found(limited: tuple[str, Node], missing: str) -> None:
     user, node = limited
     rights = {right: "" if right == missing else ".*" for right in ("configure", "write", "read")}
-    node.management.call("PUT", "permissions", "/", user, body=rights)
+    node.management.call("PUT", "permissions", node.endpoint.vhost, user, body=rights)
     endpoint = node.endpoint
     found = findings([as_user(endpoint.amqp_url, user)], [], [as_user(endpoint.stream_url, user)])
     wrong = [finding for finding in found if finding.verdict is Verdict.PROBLEM]
@@ -186,7 +191,7 @@ def test_missing_permission_is_found(limited: tuple[str, Node], missing: str) ->
 def test_missing_tag_is_found(limited: tuple[str, Node]) -> None:
     user, node = limited
     everything = {"configure": ".*", "write": ".*", "read": ".*"}
-    node.management.call("PUT", "permissions", "/", user, body=everything)
+    node.management.call("PUT", "permissions", node.endpoint.vhost, user, body=everything)
     url = as_user(node.endpoint.amqp_url, user)
     found = findings([url], [node.management.url])
     assert "set_user_tags" in problems(found)["login"].fix
@@ -221,11 +226,9 @@ def test_certificate_that_is_not_trusted_is_found(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def lonely(broker_version: str) -> Iterator[Node]:
+def lonely(pool: Pool, broker_version: str) -> Node:
     """A node that advertises a name which nobody knows."""
-    config = "stream.advertised_host = nowhere.invalid"
-    with Cluster.start(nodes=1, version=broker_version, config=config) as running:
-        yield running.nodes[0]
+    return pool.cluster("lonely", broker_version).nodes[0]
 
 
 @pytest.mark.cluster

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -82,7 +81,7 @@ def test_queue_arguments_reach_the_shards(cluster: Cluster) -> None:
         topology.set_policy(Policy("limited", f"^{logical}$", 1, queue_arguments=arguments))
         topology.ensure(logical)
     for shard in shards_in_broker(cluster, logical):
-        queue = cluster.nodes[0].management.get("queues", "/", shard)
+        queue = cluster.nodes[0].management.get("queues", cluster.vhost, shard)
         assert {key: queue["arguments"][key] for key in arguments} == arguments
 
 
@@ -95,12 +94,12 @@ def hostile(cluster: Cluster) -> Iterator[None]:
     if old:
         definition = {"queue-master-locator": "min-masters"}
     body = {"pattern": "^sharding", "definition": definition, "priority": 5, "apply-to": "queues"}
-    api.call("PUT", "policies", "/", "hostile", body=body)
+    api.call("PUT", "policies", cluster.vhost, "hostile", body=body)
     yield
-    api.call("DELETE", "policies", "/", "hostile")
-    for policy in api.get("policies", "/"):
+    api.call("DELETE", "policies", cluster.vhost, "hostile")
+    for policy in api.get("policies", cluster.vhost):
         if policy["name"].startswith(locator_policy("")):
-            api.call("DELETE", "policies", "/", policy["name"])
+            api.call("DELETE", "policies", cluster.vhost, policy["name"])
 
 
 @pytest.mark.usefixtures("hostile")
@@ -118,7 +117,7 @@ def test_map_tells_the_truth_where_shards_can_not_be_held(cluster: Cluster) -> N
     api = cluster.nodes[0].management
     api.call("PUT", "users", "limited", body={"password": "limited", "tags": "monitoring"})
     rights = {"configure": ".*", "write": ".*", "read": ".*"}
-    api.call("PUT", "permissions", "/", "limited", body=rights)
+    api.call("PUT", "permissions", cluster.vhost, "limited", body=rights)
     logical = fresh_queue()
     url = cluster.nodes[0].endpoint.amqp_url.replace("guest:guest", "limited:limited")
     with Topology(url, management_urls=[api.url]) as topology:
@@ -132,11 +131,9 @@ def test_map_tells_the_truth_where_shards_can_not_be_held(cluster: Cluster) -> N
     assert not any("limited:" in note for note in ensured.notes)
 
 
-def test_fourth_node_has_its_shards_within_a_minute_while_publishing_goes_on(
-    any_version: str,
-) -> None:
+def test_fourth_node_has_its_shards_while_publishing_goes_on(harmed: Cluster) -> None:
     logical = fresh_queue()
-    with Cluster.start(version=any_version) as own, topology_of(own) as topology:
+    with topology_of(harmed) as topology:
         set_up(topology, logical, 2)
         before = topology.shard_map(logical)
         assert before is not None
@@ -144,7 +141,7 @@ def test_fourth_node_has_its_shards_within_a_minute_while_publishing_goes_on(
         stop = threading.Event()
 
         def publish() -> None:
-            with connection_to(own.nodes[0]) as connection:
+            with connection_to(harmed.nodes[0]) as connection:
                 channel = ShardedChannel(connection.channel(), topology)
                 channel.confirm_delivery()
                 number = 0
@@ -158,29 +155,27 @@ def test_fourth_node_has_its_shards_within_a_minute_while_publishing_goes_on(
         watcher = subprocess.Popen(
             [
                 *(sys.executable, "-m", "sharding.cli", "shards", "watch", "--interval", "1"),
-                *("--url", own.nodes[0].endpoint.amqp_url),
-                *("--management", own.nodes[0].management.url),
+                *("--url", harmed.nodes[0].endpoint.amqp_url),
+                *("--management", harmed.nodes[0].management.url),
             ],
             cwd=PROJECT,
             stdout=subprocess.DEVNULL,
         )
         try:
             publisher.start()
-            fourth = own.add_node()
-            joined = time.monotonic()
-            wait_until(lambda: len(shards_in_broker(own, logical)) == 8, 60)
-            wait_until(lambda: len(_map(topology, logical).shards) == 8, 60)
-            assert time.monotonic() - joined < 60
+            fourth = harmed.add_node()
+            wait_until(lambda: len(shards_in_broker(harmed, logical)) == 8)
+            wait_until(lambda: len(_map(topology, logical).shards) == 8)
             seen = sum(published.values())
-            wait_until(lambda: sum(published.values()) > seen + 500, 30)
+            wait_until(lambda: sum(published.values()) > seen + 500)
         finally:
             stop.set()
             publisher.join()
             watcher.terminate()
             watcher.wait()
         after = _map(topology, logical)
-        assert shards_in_broker(own, logical) == names(logical, own.nodes, 2)
-        taken = drain(own.nodes[0], shards_in_broker(own, logical))
+        assert shards_in_broker(harmed, logical) == names(logical, harmed.nodes, 2)
+        taken = drain(harmed.nodes[0], shards_in_broker(harmed, logical))
         assert Counter(key for _, key, _ in taken) == published  # nothing lost, nothing twice
         for queue, key, _ in taken:
             assert queue in {before.shard_of(key).name, after.shard_of(key).name}
@@ -195,17 +190,17 @@ def _map(topology: Topology, logical: str) -> ShardMap:
     return shard_map
 
 
-def test_node_that_leaves_takes_only_its_own_shards(any_version: str) -> None:
+def test_node_that_leaves_takes_only_its_own_shards(harmed: Cluster) -> None:
     logical = fresh_queue()
-    with Cluster.start(version=any_version) as own, topology_of(own) as topology:
+    with topology_of(harmed) as topology:
         set_up(topology, logical, 2)
-        leaver = own.nodes[2]
+        leaver = harmed.nodes[2]
         leaver.stop()
         # Merely down: it keeps its place.
-        wait_until(lambda: leaver.name in topology._plane.down_nodes, 30)
+        wait_until(lambda: leaver.name in topology._plane.down_nodes)
         assert len(topology.ensure(logical).shard_map.shards) == 6
         leaver.restart()
-        own.remove_node(leaver)
+        harmed.remove_node(leaver)
         left = topology.ensure(logical).shard_map
-        assert {shard.node for shard in left.shards} == {node.name for node in own}
-        assert shards_in_broker(own, logical) == names(logical, own.nodes, 2)
+        assert {shard.node for shard in left.shards} == {node.name for node in harmed}
+        assert shards_in_broker(harmed, logical) == names(logical, harmed.nodes, 2)

@@ -159,7 +159,7 @@ def test_asynchronous_channels_count_what_became_of_their_messages(cluster: Clus
             client.ask(lambda answer: channel.confirm_delivery(lambda _: None, answer))
             for key in keys:
                 client.do(partial(channel.basic_publish, logical, key, b"x", None, True))
-            wait_until(lambda: channel.counters == expected | {"unknown": 0}, 30)
+            wait_until(lambda: channel.counters == expected | {"unknown": 0})
         finally:
             client.end()
         topology.forget(logical)

@@ -14,7 +14,6 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pika
@@ -37,12 +36,6 @@ SET_POLICY = next(
 WAITING = "waiting for "
 # `doctor` has tests of its own; the others are for the reader's shell.
 NOT_RUN = ("pip ", "export ", "warren doctor")
-
-
-@pytest.fixture(scope="module")
-def with_plugin(any_version: str) -> Iterator[Cluster]:
-    with Cluster.start(version=any_version, plugins=["rabbitmq_sharding"]) as running:
-        yield running
 
 
 def test_guide_does_what_it_says(with_plugin: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +73,7 @@ class Walk:
     def run_python(self, text: str) -> None:
         if "basic_consume_all(" in text:
             # Step 4 shows what a wrapped consumer gets: here the plain ones are gone.
-            wait_until(lambda: len(self.plain.bodies) == 603, 30)
+            wait_until(lambda: len(self.plain.bodies) == 603)
             self.plain.stop()
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -121,11 +114,11 @@ class Walk:
             self._ctl(SET_POLICY)
             return False
 
-        wait_until(complete, 60)
+        wait_until(complete)
 
     def _bindings(self) -> list[Any]:
         api = self._cluster.nodes[0].management
-        return list(api.get("exchanges", "/", LOGICAL, "bindings", "source"))
+        return list(api.get("exchanges", self._cluster.vhost, LOGICAL, "bindings", "source"))
 
     def _output(self, command: str) -> str:
         """What a command prints; consumers begin to work when it says that it waits for them."""
@@ -147,7 +140,8 @@ class Walk:
         return "".join(lines)
 
     def _ctl(self, arguments: str) -> str:
-        return self._cluster.nodes[0].driver.ctl(*shlex.split(arguments))
+        vhost = ("--vhost", self._cluster.vhost)
+        return self._cluster.nodes[0].driver.ctl(*vhost, *shlex.split(arguments))
 
 
 def _comparable(output: str) -> list[str]:

@@ -46,7 +46,7 @@ def test_stream_is_made_as_the_guide_sizes_it(
     node, stream = cluster.nodes[0], fresh_queue()
     monkeypatch.setenv("WARREN_STREAM_URL", node.endpoint.stream_url)
     run(example("create_stream(").replace('"invoices"', f'"{stream}"'))
-    made = node.management.get("queues", "/", stream)["arguments"]
+    made = node.management.get("queues", node.endpoint.vhost, stream)["arguments"]
     assert made["x-max-age"] == "604800s"
     assert made["x-max-length-bytes"] == 20_000_000_000
     assert made["x-stream-max-segment-size-bytes"] == 100_000_000

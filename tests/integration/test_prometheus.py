@@ -72,7 +72,9 @@ def asked(port: int, query: str) -> float | None:
 
 
 def _wait_for(port: int, query: str, value: float) -> None:
-    wait_until(lambda: asked(port, query) == value, 60, lambda: f"{query} is {asked(port, query)}")
+    wait_until(
+        lambda: asked(port, query) == value, explain=lambda: f"{query} is {asked(port, query)}"
+    )
 
 
 def free_port() -> int:

@@ -83,11 +83,13 @@ def declare(cluster: Cluster, *, per_node: int = 1) -> FixedRouting:
 
 
 def parameters_for(
-    node: ClusterNode, *, password: str = "guest", vhost: str = "/"
+    node: ClusterNode, *, password: str = "guest", vhost: str | None = None
 ) -> pika.ConnectionParameters:
     endpoint = node.endpoint
     credentials = pika.PlainCredentials(endpoint.user, password)
-    return pika.ConnectionParameters(endpoint.address, endpoint.ports["amqp"], vhost, credentials)
+    return pika.ConnectionParameters(
+        endpoint.address, endpoint.ports["amqp"], vhost or endpoint.vhost, credentials
+    )
 
 
 def connect(node: ClusterNode) -> pika.BlockingConnection:
@@ -315,8 +317,8 @@ def test_wrong_credentials_refuse_quickly_and_show_no_secret(
     assert "s3cr3t" not in shown
 
 
-@pytest.mark.parametrize("vhost", ["no-such-vhost", "/"])
-def test_missing_vhost_or_exchange_refuses_quickly(cluster: Cluster, vhost: str) -> None:
+@pytest.mark.parametrize("vhost", ["no-such-vhost", None])
+def test_missing_vhost_or_exchange_refuses_quickly(cluster: Cluster, vhost: str | None) -> None:
     routing = declare(cluster)
     node = cluster.nodes[0]
     routing.parameters[node.name] = [parameters_for(node, vhost=vhost)]
@@ -403,24 +405,9 @@ def test_stored_and_unroutable_are_told_apart_while_the_shard_vanishes_under_loa
 # Faults.
 
 
-@pytest.fixture(scope="module")
-def fragile_cluster(any_version: str) -> Iterator[Cluster]:
-    with Cluster.start(version=any_version) as running:
-        yield running
-
-
-@pytest.fixture
-def fragile(fragile_cluster: Cluster) -> Iterator[Cluster]:
-    yield fragile_cluster
-    for node in fragile_cluster:
-        if not node.driver.running():
-            node.restart()
-    fragile_cluster.wait_until_whole()
-
-
-def test_after_kill_9_the_report_is_what_consumers_find(fragile: Cluster) -> None:
-    routing = declare(fragile)
-    victim = fragile.nodes[1]
+def test_after_kill_9_the_report_is_what_consumers_find(harmed: Cluster) -> None:
+    routing = declare(harmed)
+    victim = harmed.nodes[1]
     settled_at: dict[int, float] = {}
     published_at: dict[int, float] = {}
 
@@ -454,15 +441,15 @@ def test_after_kill_9_the_report_is_what_consumers_find(fragile: Cluster) -> Non
     assert max(settled_at[n] - published_at[n] for n in published_at) < 2 + 1
 
     victim.restart()
-    found = {int(body) for shard in bodies(fragile, routing).values() for body in shard}
+    found = {int(body) for shard in bodies(harmed, routing).values() for body in shard}
     stored = set(range(total)) - outcomes.keys()
     assert stored <= found
     assert not found & {n for n, outcome in outcomes.items() if outcome is Outcome.REFUSED}
 
 
-def test_what_was_not_sent_waits_for_the_node_and_keeps_its_order(fragile: Cluster) -> None:
-    routing = declare(fragile)
-    victim = fragile.nodes[2]
+def test_what_was_not_sent_waits_for_the_node_and_keeps_its_order(harmed: Cluster) -> None:
+    routing = declare(harmed)
+    victim = harmed.nodes[2]
     keys = list(islice(keys_of(routing, shard_on(routing, victim)), 5))
     with ShardedPublisher(routing, routing.map.logical, confirm_timeout=200) as publisher:
         for number in range(100):
@@ -476,15 +463,15 @@ def test_what_was_not_sent_waits_for_the_node_and_keeps_its_order(fragile: Clust
         victim.restart()
         report = publisher.flush(timeout=30)
     assert report == Report(stored=200)
-    assert [int(b) for b in bodies(fragile, routing)[shard_on(routing, victim)]] == list(range(300))
+    assert [int(b) for b in bodies(harmed, routing)[shard_on(routing, victim)]] == list(range(300))
 
 
 def test_publish_to_a_dead_shard_through_a_living_node_is_not_stored_and_suspect(
-    fragile: Cluster, any_version: str
+    harmed: Cluster, chosen_version: str
 ) -> None:
     """The map says that the shard is reached through a node that it does not live on."""
-    routing = declare(fragile)
-    home, gate = fragile.nodes[1], fragile.nodes[0]
+    routing = declare(harmed)
+    home, gate = harmed.nodes[1], harmed.nodes[0]
     shard = shard_on(routing, home)
     moved = [replace(s, node=gate.name) if s.name == shard else s for s in routing.map.shards]
     routing.map = replace(routing.map, shards=tuple(moved))
@@ -496,16 +483,16 @@ def test_publish_to_a_dead_shard_through_a_living_node_is_not_stored_and_suspect
         publisher.publish(key, b"after")
         report = publisher.flush(timeout=10)
     # 3.10 takes queues on dead nodes out of the routes; 4.0 nacks.
-    expected = Outcome.UNROUTABLE if any_version == "3.10" else Outcome.UNKNOWN
+    expected = Outcome.UNROUTABLE if chosen_version == "3.10" else Outcome.UNKNOWN
     assert failures(report) == {1: expected}
     assert routing.suspects == [shard]
 
 
-def test_frozen_node_lets_deadlines_fire_and_close_end_in_time(fragile: Cluster) -> None:
-    routing = declare(fragile)
-    victim = fragile.nodes[0]
+def test_frozen_node_lets_deadlines_fire_and_close_end_in_time(harmed: Cluster) -> None:
+    routing = declare(harmed)
+    victim = harmed.nodes[0]
     sick = list(islice(keys_of(routing, shard_on(routing, victim)), 2))
-    well = next(keys_of(routing, shard_on(routing, fragile.nodes[1])))
+    well = next(keys_of(routing, shard_on(routing, harmed.nodes[1])))
     publisher = ShardedPublisher(routing, routing.map.logical, confirm_timeout=1.5)
     publisher.publish(sick[0], b"connected")
     assert publisher.flush().stored == 1
@@ -534,9 +521,9 @@ def test_frozen_node_lets_deadlines_fire_and_close_end_in_time(fragile: Cluster)
         victim.thaw()
 
 
-def test_thawed_node_is_used_again(fragile: Cluster) -> None:
-    routing = declare(fragile)
-    victim = fragile.nodes[0]
+def test_thawed_node_is_used_again(harmed: Cluster) -> None:
+    routing = declare(harmed)
+    victim = harmed.nodes[0]
     key = next(keys_of(routing, shard_on(routing, victim)))
     with ShardedPublisher(routing, routing.map.logical, confirm_timeout=3) as publisher:
         publisher.publish(key, b"before")
@@ -547,7 +534,7 @@ def test_thawed_node_is_used_again(fragile: Cluster) -> None:
             assert failures(publisher.flush()) == {1: Outcome.UNKNOWN}
         finally:
             victim.thaw()
-        fragile.wait_until_whole()
+        harmed.wait_until_whole()
 
         def stores_again() -> bool:
             publisher.publish(key, b"after")
@@ -556,9 +543,9 @@ def test_thawed_node_is_used_again(fragile: Cluster) -> None:
         wait_until(stores_again, 30)
 
 
-def test_window_holds_publishers_back_and_says_so(fragile: Cluster) -> None:
-    routing = declare(fragile)
-    victim = fragile.nodes[0]
+def test_window_holds_publishers_back_and_says_so(harmed: Cluster) -> None:
+    routing = declare(harmed)
+    victim = harmed.nodes[0]
     key = next(keys_of(routing, shard_on(routing, victim)))
     victim.freeze()
     try:
@@ -578,9 +565,9 @@ def test_window_holds_publishers_back_and_says_so(fragile: Cluster) -> None:
         victim.thaw()
 
 
-def test_blocked_connection_sends_nothing_more_until_the_alarm_ends(fragile: Cluster) -> None:
-    routing = declare(fragile)
-    node = fragile.nodes[0]
+def test_blocked_connection_sends_nothing_more_until_the_alarm_ends(harmed: Cluster) -> None:
+    routing = declare(harmed)
+    node = harmed.nodes[0]
     key = next(keys_of(routing, shard_on(routing, node)))
     with ShardedPublisher(routing, routing.map.logical, confirm_timeout=1.5) as publisher:
         publisher.publish(key, b"before")
@@ -603,15 +590,15 @@ def test_blocked_connection_sends_nothing_more_until_the_alarm_ends(fragile: Clu
             return publisher.flush().stored == 1
 
         wait_until(stores_again, 30)
-    found = bodies(fragile, routing)[shard_on(routing, node)]
+    found = bodies(harmed, routing)[shard_on(routing, node)]
     assert b"not sent" not in found
     assert found[0] == b"before"
     assert found[-1] == b"after"
 
 
-def test_map_that_changes_moves_what_waits_in_order_and_leaves_the_rest(fragile: Cluster) -> None:
-    routing = declare(fragile)
-    whole, victim = routing.map, fragile.nodes[1]
+def test_map_that_changes_moves_what_waits_in_order_and_leaves_the_rest(harmed: Cluster) -> None:
+    routing = declare(harmed)
+    whole, victim = routing.map, harmed.nodes[1]
     gone = shard_on(routing, victim)
     keys = list(islice(keys_of(routing, gone), 5))
     stays = next(keys_of(routing, whole.shards[0].name))
@@ -632,7 +619,7 @@ def test_map_that_changes_moves_what_waits_in_order_and_leaves_the_rest(fragile:
             publish(keys[number % 5])
         publish(stays)
         assert publisher.flush(timeout=20) == Report(stored=51)
-    found = bodies(fragile, routing)
+    found = bodies(harmed, routing)
     for key, numbers in publish.by_key.items():
         mine = set(numbers)
         there = [int(b) for b in found[routing.map.shard_of(key).name] if int(b) in mine]

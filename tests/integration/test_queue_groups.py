@@ -108,7 +108,7 @@ def test_a_worker_alone_reads_every_shard_and_keys_stay_in_order(
     publish(topology, images, 600)
     log = Log()
     with ConsumerGroup(topology, images, log, options=GroupOptions(parallelism=4)) as group:
-        wait_until(lambda: len(log.handled) == 600, 30, lambda: str(group.counters))
+        wait_until(lambda: len(log.handled) == 600, explain=lambda: str(group.counters))
         assert len(group.shards) == 6
     assert sorted(log.numbers()) == list(range(600))
     log.check_order()
@@ -129,7 +129,7 @@ def test_shares_are_fair_whoever_comes_and_goes(topology: Topology, images: str)
             every = [shard for each in held for shard in each]
             return len(set(every)) == len(every) == 6 and max(loads) - min(loads) <= 1
 
-        wait_until(fair, 20, lambda: str([sorted(worker.shards) for worker in workers]))
+        wait_until(fair, explain=lambda: str([sorted(worker.shards) for worker in workers]))
 
     publisher = ShardedPublisher(topology, images)
     sent = 0
@@ -145,7 +145,9 @@ def test_shares_are_fair_whoever_comes_and_goes(topology: Topology, images: str)
                 publisher.publish(f"key-{sent % 20}", b"%d" % sent)
                 sent += 1
             settle()
-        wait_until(lambda: len(log.handled) >= sent, 20, lambda: f"{len(log.handled)} of {sent}")
+        wait_until(
+            lambda: len(log.handled) >= sent, explain=lambda: f"{len(log.handled)} of {sent}"
+        )
     finally:
         publisher.close()
         for worker in workers:
@@ -166,7 +168,7 @@ def test_a_handler_that_fails_now_and_then_is_tried_again_in_order(
     with ConsumerGroup(
         topology, images, log, options=GroupOptions(retry=QUICK, parallelism=3)
     ) as group:
-        wait_until(lambda: len(log.handled) == 210, 30, lambda: str(group.counters))
+        wait_until(lambda: len(log.handled) == 210, explain=lambda: str(group.counters))
     assert group.counters["retried"] == group.counters["failed"] == 60
     assert group.counters["dead_lettered"] == 0
     log.check_order()
@@ -192,7 +194,7 @@ def test_what_always_fails_becomes_a_dead_letter_with_the_reason(
         publisher.publish("key-1", b"99", properties)
         publisher.publish("key-1", b"100")
     with ConsumerGroup(topology, images, log, options=GroupOptions(retry=QUICK)) as group:
-        wait_until(lambda: log.numbers() == [100], 20, lambda: str(group.counters))
+        wait_until(lambda: log.numbers() == [100], explain=lambda: str(group.counters))
         assert group.counters["dead_lettered"] == 1
         [shard] = {delivery.shard for delivery in log.handled}
     [(body, found)] = dead_letters(cluster, images)
@@ -235,12 +237,12 @@ def test_a_dead_letter_that_can_not_be_stored_is_kept(
         publish(topology, images, 3)
         options = GroupOptions(retry=QUICK, stop_timeout=10)
         with ConsumerGroup(topology, images, fail, options=options) as group:
-            wait_until(lambda: group.counters.get("dead_letter_failures", 0) >= 5, 20)
+            wait_until(lambda: group.counters.get("dead_letter_failures", 0) >= 5)
             assert group.counters["dead_lettered"] == 0
-        wait_until(lambda: messages_left(topology, images) == 3, 10)
+        wait_until(lambda: messages_left(topology, images) == 3)
         channel.queue_delete(f"{images}.dead")
     with ConsumerGroup(topology, images, fail, options=GroupOptions(retry=QUICK)) as group:
-        wait_until(lambda: group.counters["dead_lettered"] == 3, 20)
+        wait_until(lambda: group.counters["dead_lettered"] == 3)
     assert sorted(body for body, _ in dead_letters(cluster, images)) == [b"0", b"1", b"2"]
 
 
@@ -257,11 +259,11 @@ def test_a_handler_that_hangs_loses_its_thread_and_no_other_message(
     log = Log(fail)
     options = GroupOptions(handler_timeout=0.5, retry=QUICK)
     with ConsumerGroup(topology, images, log, options=options) as group:
-        wait_until(lambda: len(log.handled) == 39, 20, lambda: str(group.counters))
-        wait_until(lambda: group.counters["dead_lettered"] == 1, 20)
+        wait_until(lambda: len(log.handled) == 39, explain=lambda: str(group.counters))
+        wait_until(lambda: group.counters["dead_lettered"] == 1)
         assert group.counters["lost_threads"] == 1
         let_go.set()
-        wait_until(lambda: group.counters["lost_threads"] == 0, 10)
+        wait_until(lambda: group.counters["lost_threads"] == 0)
     [(body, found)] = dead_letters(cluster, images)
     assert body == b"5"
     assert found.headers["x-warren-reason"] == "timeout"
@@ -282,7 +284,7 @@ def test_too_many_hanging_handlers_end_the_worker_with_an_error(
     finally:
         let_go.set()
         group.stop()
-    wait_until(lambda: messages_left(topology, images) >= 37, 10)
+    wait_until(lambda: messages_left(topology, images) >= 37)
 
 
 def test_a_batch_that_fails_halfway_loses_nothing_and_buries_only_the_poison(
@@ -301,8 +303,8 @@ def test_a_batch_that_fails_halfway_loses_nothing_and_buries_only_the_poison(
     publish(topology, images, 100)
     options = GroupOptions(batch_size=20, batch_wait=0.2, retry=QUICK)
     with ConsumerGroup(topology, images, handle, options=options) as group:
-        wait_until(lambda: len(handled) == 99, 30, lambda: str(group.counters))
-        wait_until(lambda: group.counters["dead_lettered"] == 1, 20)
+        wait_until(lambda: len(handled) == 99, explain=lambda: str(group.counters))
+        wait_until(lambda: group.counters["dead_lettered"] == 1)
     assert sorted(handled) == [number for number in range(100) if number != 13]
     assert max(sizes) == 20
     [(body, found)] = dead_letters(cluster, images)
@@ -327,15 +329,15 @@ def test_stopping_finishes_what_is_running_and_gives_back_the_rest(
     assert begun.wait(20)
     ending = threading.Thread(target=group.stop)
     ending.start()
-    wait_until(lambda: group.counters["requeued"] > 0, 20)  # stopping has begun
+    wait_until(lambda: group.counters["requeued"] > 0)  # stopping has begun
     let_go.set()
     ending.join(20)
     assert not ending.is_alive()
     assert len(log.handled) == 1
-    wait_until(lambda: messages_left(topology, images) == 49, 10)
+    wait_until(lambda: messages_left(topology, images) == 49)
     rest = Log()
     with ConsumerGroup(topology, images, rest) as group:
-        wait_until(lambda: len(rest.handled) == 49, 20)
+        wait_until(lambda: len(rest.handled) == 49)
     assert sorted(log.numbers() + rest.numbers()) == list(range(50))
 
 
@@ -357,7 +359,7 @@ def test_stopping_is_bounded_and_an_unfinished_message_comes_again(
     assert time.monotonic() - began < 10
     again = Log()
     with ConsumerGroup(topology, images, again):
-        wait_until(lambda: again.numbers() == [0], 20)
+        wait_until(lambda: again.numbers() == [0])
     let_go.set()
     assert again.handled[0].redelivered
 
@@ -377,13 +379,13 @@ def test_a_shard_is_not_given_to_another_while_its_message_runs(
                 publisher.publish(key, b"%d" % number)
     options = GroupOptions(parallelism=6)
     with ConsumerGroup(topology, images, log, options=options) as first:
-        wait_until(lambda: first.counters["running"] == 6, 20)
+        wait_until(lambda: first.counters["running"] == 6)
         with ConsumerGroup(topology, images, log) as second:
-            wait_until(lambda: first.counters["requeued"] == 3, 20)  # about to give up three
+            wait_until(lambda: first.counters["requeued"] == 3)  # about to give up three
             assert (len(first.shards), len(second.shards)) == (6, 0)
             let_go.set()
-            wait_until(lambda: len(first.shards) == len(second.shards) == 3, 20)
-            wait_until(lambda: len(log.handled) == 12, 20)
+            wait_until(lambda: len(first.shards) == len(second.shards) == 3)
+            wait_until(lambda: len(log.handled) == 12)
     assert Counter(delivery.key for delivery in log.handled) == dict.fromkeys(keys.values(), 2)
     log.check_order()
 
@@ -391,12 +393,12 @@ def test_a_shard_is_not_given_to_another_while_its_message_runs(
 def test_new_shards_are_read_without_a_restart(topology: Topology, images: str) -> None:
     log = Log()
     with ConsumerGroup(topology, images, log) as group:
-        wait_until(lambda: len(group.shards) == 6, 20)
+        wait_until(lambda: len(group.shards) == 6)
         topology.set_policy(Policy.exactly(images, 3, name=images))
         topology.ensure(images)
-        wait_until(lambda: len(group.shards) == 9, 20)
+        wait_until(lambda: len(group.shards) == 9)
         publish(topology, images, 300, keys=300)
-        wait_until(lambda: len(log.handled) == 300, 20)
+        wait_until(lambda: len(log.handled) == 300)
         assert len({delivery.shard for delivery in log.handled}) == 9
 
 
@@ -406,18 +408,18 @@ def test_a_shard_that_somebody_else_reads_is_left_alone(
     with raw_channel(cluster.nodes[0]) as channel:
         channel.basic_consume(shards_of(topology, images)[0], lambda *_: None)
         with ConsumerGroup(topology, images, lambda _: None) as group:
-            wait_until(lambda: group.counters["refused"] >= 2, 20)
+            wait_until(lambda: group.counters["refused"] >= 2)
             assert len(group.shards) == 5
             channel.cancel()
             channel.close()
-            wait_until(lambda: len(group.shards) == 6, 20)
+            wait_until(lambda: len(group.shards) == 6)
 
 
 def test_announcements_that_are_none_are_ignored(
     cluster: Cluster, topology: Topology, images: str
 ) -> None:
     with ConsumerGroup(topology, images, lambda _: None) as group:
-        wait_until(lambda: len(group.shards) == 6, 20)
+        wait_until(lambda: len(group.shards) == 6)
         with raw_channel(cluster.nodes[0]) as channel:
             for body in (b"", b"\xff", b"[]", b'{"format": 99}', b"x" * 2_000_000):
                 channel.basic_publish(exchange_of(images), "", body)
@@ -425,7 +427,7 @@ def test_announcements_that_are_none_are_ignored(
             for _ in range(20):  # a worker that takes nothing: shards it could have are not lost
                 channel.basic_publish(exchange_of(images), "", json.dumps(ghost).encode())
                 time.sleep(0.1)
-        wait_until(lambda: len(group.shards) == 6, 20)
+        wait_until(lambda: len(group.shards) == 6)
 
 
 def test_what_can_not_work_is_said_at_once(cluster: Cluster, topology: Topology) -> None:
@@ -480,7 +482,7 @@ def test_a_missing_right_ends_the_worker_and_is_named(cluster: Cluster, images: 
                 f"sharding: {images}",
             ),
         ]:
-            node.management.call("PUT", "permissions", "/", user, body=rights)
+            node.management.call("PUT", "permissions", node.endpoint.vhost, user, body=rights)
             with Topology(url) as limited:
                 group = ConsumerGroup(limited, images, lambda _: None)
                 with pytest.raises(GroupFailed, match="refuses a right") as caught:

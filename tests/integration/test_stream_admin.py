@@ -32,7 +32,7 @@ def fresh() -> str:
 
 
 def queue_in_broker(nodes: Cluster, name: str) -> dict[str, object]:
-    queue: dict[str, object] = nodes.nodes[1].management.get("queues", "/", name)
+    queue: dict[str, object] = nodes.nodes[1].management.get("queues", nodes.vhost, name)
     return queue
 
 
@@ -73,7 +73,7 @@ def test_super_stream_has_its_partitions_in_order(
     name = fresh()
     environment.create_super_stream(name, partitions=12)
     assert environment.partitions(name) == tuple(f"{name}-{n}" for n in range(12))
-    exchange = nodes.nodes[1].management.get("exchanges", "/", name)
+    exchange = nodes.nodes[1].management.get("exchanges", nodes.vhost, name)
     assert exchange["arguments"].get("x-super-stream") is True
     with pytest.raises(StreamExists):
         environment.create_super_stream(name, partitions=12)
@@ -84,7 +84,7 @@ def test_super_stream_has_its_partitions_in_order(
     with pytest.raises(StreamNotFound):
         environment.delete_super_stream(name)
     environment.delete_super_stream(name, missing_ok=True)
-    wait_until(lambda: not environment.exists(f"{name}-3"), 10)
+    wait_until(lambda: not environment.exists(f"{name}-3"))
 
 
 def test_super_stream_by_binding_keys_routes_as_the_broker_says(
@@ -106,7 +106,9 @@ def test_half_made_super_stream_is_taken_back(
     with pytest.raises(Exception, match=name):  # whatever this broker says of it
         environment.create_super_stream(name, partitions=4)
     assert not environment.exists(f"{name}-0")
-    names = [exchange["name"] for exchange in nodes.nodes[0].management.get("exchanges", "/")]
+    names = [
+        exchange["name"] for exchange in nodes.nodes[0].management.get("exchanges", nodes.vhost)
+    ]
     assert name not in names
     environment.delete_stream(f"{name}-2")
 

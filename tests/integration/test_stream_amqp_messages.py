@@ -43,7 +43,7 @@ def stream(environment: StreamEnvironment, nodes: Cluster) -> Iterator[str]:
                 "amq.topic", f"{name}.key-{number}", b"body %d" % number, properties
             )
         channel.basic_publish("", name, b"bare")
-        wait_until(lambda: is_stored(environment, name), 10)
+        wait_until(lambda: is_stored(environment, name))
         yield name
 
 

@@ -6,9 +6,10 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -16,7 +17,7 @@ from sharding.route_cache import RouteCache
 from sharding.stream.errors import NodeNotReached
 from sharding.stream.frames.admin_requests import Create, Delete
 from sharding.stream.frames.requests import DeclarePublisher, Subscribe
-from sharding.stream.network.client import ConnectOptions, StreamClient, connect
+from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.network.locator import Locator
 from sharding.stream.network.placement import Placement, consumer_candidates
 from sharding.stream.network.pool import Pool
@@ -47,8 +48,9 @@ def address(node: Node | Balancer) -> Broker:
     return Broker(node.endpoint.address, node.endpoint.ports["stream"])
 
 
-def dial(node: Broker) -> StreamClient:
-    return connect(node, ConnectOptions())
+def dialer(node: Node | Balancer) -> Callable[[Broker], StreamClient]:
+    options = ConnectOptions(Login(vhost=node.endpoint.vhost))
+    return partial(connect, options=options)
 
 
 def deadline() -> float:
@@ -68,13 +70,13 @@ def partitions(cluster: Cluster) -> Iterator[dict[str, Broker]]:
     found: dict[str, Broker] = {}
     nodes = random.Random(4).sample(cluster.nodes * (PARTITIONS // 3), PARTITIONS)
     for node in nodes:
-        client = dial(address(node))
+        client = dialer(node)(address(node))
         name = f"balancer-{secrets.token_hex(6)}"
         client.call(Create(name, {"queue-leader-locator": "client-local"}))
         found[name] = address(node)
         client.close()
     yield found
-    client = dial(address(cluster.nodes[0]))
+    client = dialer(node)(address(node))
     for name in found:
         client.call(Delete(name))
     client.close()
@@ -83,6 +85,7 @@ def partitions(cluster: Cluster) -> Iterator[dict[str, Broker]]:
 @contextmanager
 def behind(balancer: Balancer) -> Iterator[tuple[RouteCache, Pool]]:
     """Routes and connections of a client that knows the balancer's address only."""
+    dial = dialer(balancer)
     locator = Locator([address(balancer)], dial)
     routes = RouteCache(locator, pressure=lambda: 0.0)
     pool = Pool(dial, balancer=address(balancer))

@@ -36,10 +36,11 @@ class Observer:
 
     def __init__(self, cluster: Cluster, stream: str) -> None:
         self._management = cluster.nodes[0].management
+        self._vhost = cluster.vhost
         self._stream = stream
 
     def leader(self) -> str:
-        queue = self._management.get("queues", "/", self._stream)
+        queue = self._management.get("queues", self._vhost, self._stream)
         return str(queue.get("leader") or queue["node"])  # 3.10 has the latter only
 
     def by_node(self, kind: str) -> Counter[str]:
@@ -84,8 +85,7 @@ def test_consumers_are_at_replicas_and_producers_at_the_leader_behind_a_balancer
                 observer.by_node("consumers").total() == CONSUMERS
                 and observer.by_node("publishers").total() == PRODUCERS
             ),
-            30,
-            lambda: f"{observer.by_node('consumers')} {observer.by_node('publishers')}",
+            explain=lambda: f"{observer.by_node('consumers')} {observer.by_node('publishers')}",
         )
         leader = observer.leader()
         at_nodes, from_nodes = observer.by_node("consumers"), observer.by_node("publishers")

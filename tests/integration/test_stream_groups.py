@@ -26,6 +26,7 @@ from sharding.groups.stream_members import members_stream
 from sharding.stream import Message, StreamEnvironment, StreamNotFound
 from sharding.stream.errors import NotSupported
 from tests.cluster import Cluster, wait_until
+from tests.cluster.pool import Pool
 from tests.conftest import OLDEST_VERSION
 from tests.streams import environment_of, fresh_stream, stream_in, super_stream_in
 
@@ -87,7 +88,9 @@ class Log:
         return [int(delivery.body) for delivery in self.handled]
 
     def wait_for(self, count: int) -> None:
-        wait_until(lambda: len(self.handled) >= count, 30, lambda: f"{len(self.handled)} handled")
+        wait_until(
+            lambda: len(self.handled) >= count, explain=lambda: f"{len(self.handled)} handled"
+        )
 
     def in_order(self) -> bool:
         by_key: dict[str, list[int]] = defaultdict(list)
@@ -113,11 +116,11 @@ def loads(groups: list[StreamConsumerGroup]) -> list[int]:
 
 
 def settle(groups: list[StreamConsumerGroup], expected: list[int]) -> None:
-    wait_until(lambda: loads(groups) == expected, 30, lambda: f"{loads(groups)}")
+    wait_until(lambda: loads(groups) == expected, explain=lambda: f"{loads(groups)}")
 
 
 def dead_letters(environment: StreamEnvironment, name: str, count: int) -> list[Message]:
-    wait_until(lambda: environment.exists(f"{name}.dead"), 10)
+    wait_until(lambda: environment.exists(f"{name}.dead"))
     with environment.consumer(f"{name}.dead", offset="first") as consumer:
         found = []
         for message in consumer.messages(timeout=5):
@@ -267,7 +270,7 @@ def test_without_dead_letters_a_message_is_tried_without_end_and_other_keys_go_o
     publish(environment, events, 20, keys=2)
     with group_of(environment, events, log, dead_letter=None, parallelism=2):
         log.wait_for(10)
-        wait_until(lambda: tries[b"0"] > 2 * QUICK.attempts, 10)
+        wait_until(lambda: tries[b"0"] > 2 * QUICK.attempts)
         mended.set()
         log.wait_for(20)
     assert log.in_order()
@@ -334,7 +337,7 @@ def test_worker_stopped_in_the_middle_of_a_message_finishes_it_first(
         let_go.set()
         stopping.join()
         settle([second], [1])
-        wait_until(lambda: len(log.handled) + len(heir.handled) == 50, 20)
+        wait_until(lambda: len(log.handled) + len(heir.handled) == 50)
     assert log.numbers() + heir.numbers() == list(range(50))
     assert log.numbers()[-1] == 5, "what was not begun went to the other one"
 
@@ -381,8 +384,8 @@ def test_batch_handler_that_fails_halfway_repeats_only_the_rest(
 
     publish(environment, events, 40, keys=1)
     with group_of(environment, events, handle, batch_size=10) as group:
-        wait_until(lambda: set(handled) == set(range(40)) - {21}, 30, lambda: str(handled))
-        wait_until(lambda: group.counters["dead_lettered"] == 1, 10)
+        wait_until(lambda: set(handled) == set(range(40)) - {21}, explain=lambda: str(handled))
+        wait_until(lambda: group.counters["dead_lettered"] == 1)
     assert handled.count(13) == 1
     (letter,) = dead_letters(environment, events, 1)
     assert letter.body == b"21"
@@ -394,11 +397,11 @@ def test_no_more_than_prefetch_messages_of_a_partition_are_in_hand(
     let_go = threading.Event()
     publish(environment, invoices, 2000)
     with group_of(environment, invoices, lambda _: let_go.wait(30), prefetch=7) as group:
-        wait_until(lambda: group.counters["in_hand"] == 7 * PARTITIONS, 20)
+        wait_until(lambda: group.counters["in_hand"] == 7 * PARTITIONS)
         time.sleep(0.5)  # time for more to come, if there were no bound
         assert group.counters["in_hand"] == 7 * PARTITIONS
         let_go.set()
-        wait_until(lambda: group.counters["handled"] == 2000, 30)
+        wait_until(lambda: group.counters["handled"] == 2000)
 
 
 def test_offsets_are_stored_by_count_and_by_time(
@@ -412,13 +415,13 @@ def test_offsets_are_stored_by_count_and_by_time(
 
     with group_of(environment, events, log, store_every_messages=10, store_every_seconds=60):
         log.wait_for(25)
-        wait_until(lambda: (stored() or 0) >= 19, 10, lambda: str(stored()))
+        wait_until(lambda: (stored() or 0) >= 19, explain=lambda: str(stored()))
     assert stored() == 24
     publish(environment, events, 3)
     with group_of(environment, events, log, store_every_messages=1000, store_every_seconds=0.2):
         log.wait_for(28)
         # The stored offset took an offset of its own.
-        wait_until(lambda: (stored() or 0) >= 27, 10, lambda: str(stored()))
+        wait_until(lambda: (stored() or 0) >= 27, explain=lambda: str(stored()))
 
 
 def test_a_group_that_begins_with_next_sees_only_what_comes(
@@ -521,9 +524,9 @@ def test_wrong_names_are_refused_at_once(environment: StreamEnvironment, events:
         group_of(environment, fresh_stream("missing"), print).start()
 
 
-def test_old_brokers_are_refused_in_one_sentence() -> None:
+def test_old_brokers_are_refused_in_one_sentence(pool: Pool) -> None:
     with (
-        Cluster.start(nodes=1, version=OLDEST_VERSION) as old,
+        pool.shared("healthy", OLDEST_VERSION, "too-old") as old,
         environment_of(old) as environment,
     ):
         environment.create_stream("events")

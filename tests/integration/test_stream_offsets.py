@@ -74,7 +74,7 @@ def test_offsets_are_stored_automatically_by_count(environment: StreamEnvironmen
             messages = consumer.messages(timeout=10)
             for _ in range(251):
                 next(messages)
-            wait_until(lambda: environment.stored_offset("joe", stream) == 199, 10)
+            wait_until(lambda: environment.stored_offset("joe", stream) == 199)
 
 
 def test_offsets_are_stored_automatically_by_time_while_waiting_for_more(
@@ -84,7 +84,7 @@ def test_offsets_are_stored_automatically_by_time_while_waiting_for_more(
         publish(environment, stream, numbers(0, 100))
         with environment.consumer(stream, JOE, store_every_seconds=0.2) as consumer:
             assert sum(batch.num_rows for batch in consumer.batches(timeout=0.6)) == 100
-            wait_until(lambda: environment.stored_offset("joe", stream) == 99, 10)
+            wait_until(lambda: environment.stored_offset("joe", stream) == 99)
 
 
 def test_offsets_of_every_partition_are_stored_at_close(environment: StreamEnvironment) -> None:

@@ -208,7 +208,7 @@ def test_a_producer_goes_on_when_the_streams_leader_is_elected_anew(
         try:
             for times in range(1, 4):
                 kill_leader_process(nodes, environment, stream)
-                wait_until(partial(has_recovered, producer, times), 30)
+                wait_until(partial(has_recovered, producer, times))
         finally:
             ended.set()
             sending.join()
@@ -226,7 +226,8 @@ def kill_leader_process(nodes: Cluster, environment: StreamEnvironment, stream: 
     """Not the node, only the process that leads one stream there: the others elect a leader."""
     leader_node(nodes, environment, stream).driver.ctl(
         "eval",
-        f'{{ok, Leader}} = rabbit_stream_manager:lookup_leader(<<"/">>, <<"{stream}">>), '
+        "{ok, Leader} = rabbit_stream_manager:lookup_leader("
+        f'<<"{nodes.vhost}">>, <<"{stream}">>), '
         "exit(Leader, kill).",
     )
 
@@ -247,7 +248,7 @@ def test_a_producer_whose_stream_is_deleted_fails(
             return True
         return False
 
-    wait_until(fails, 15)
+    wait_until(fails)
     assert time.monotonic() - began < 10
     report = producer.close()
     assert report.stored + report.refused_count + report.unknown_count > 0

@@ -37,7 +37,7 @@ def test_time_is_found_in_a_stream(environment: StreamEnvironment) -> None:
         long_ago = datetime(2020, 1, 1, tzinfo=UTC)
         assert environment.offset_at(stream, long_ago) is None
         publish(environment, stream, [b"before"] * 50)
-        wait_until(lambda: last_stored(environment, stream) < datetime.now(UTC), 10)
+        wait_until(lambda: last_stored(environment, stream) < datetime.now(UTC))
         between = datetime.now(UTC)
         publish(environment, stream, [b"after"] * 50)
         assert environment.offset_at(stream, long_ago) == 0
@@ -94,7 +94,7 @@ def test_management_lists_short_looks_under_their_name(
         with ThreadPoolExecutor() as workers:
             looking = workers.submit(look)
             try:
-                wait_until(seen, 60)
+                wait_until(seen)
             finally:
                 enough.set()
             looking.result(30)

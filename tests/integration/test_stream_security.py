@@ -6,7 +6,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,15 +29,9 @@ from sharding.stream.frames.requests import (
 from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.protocol import FIRST, NEXT, Broker, OffsetSpec
 from tests.certificates import Authority
-from tests.secured import NAME, Secured, secured_broker
+from tests.cluster.secured import NAME, Secured
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def secured(any_version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    with secured_broker(any_version, tmp_path_factory.mktemp("authority")) as started:
-        yield started
 
 
 def options(

@@ -55,7 +55,7 @@ def test_sigterm_finishes_the_message_in_hand_and_the_next_worker_goes_on(
 ) -> None:
     of_billing = ("--stream", invoices, "--group", "billing")
     process = start(cluster, folder, *of_billing, "--verbose", "jobs:slow")
-    wait_until((folder / "begun").exists, 30)
+    wait_until((folder / "begun").exists)
     process.send_signal(signal.SIGTERM)
     assert process.stderr is not None
     while "stopping; handlers have 30 s" not in process.stderr.readline():
@@ -65,7 +65,7 @@ def test_sigterm_finishes_the_message_in_hand_and_the_next_worker_goes_on(
     first = len(handled(folder))
     assert 1 <= first < MESSAGES
     again = start(cluster, folder, *of_billing, "jobs:quick")
-    wait_until(lambda: len(handled(folder)) >= MESSAGES, 30)
+    wait_until(lambda: len(handled(folder)) >= MESSAGES)
     again.send_signal(signal.SIGINT)
     assert ended(again) == (0, "")
     assert sorted(handled(folder)) == list(range(MESSAGES))

@@ -96,7 +96,7 @@ def test_sigterm_finishes_the_message_in_hand_and_gives_the_rest_back(
     cluster: Cluster, folder: Path, images: str
 ) -> None:
     process = start(cluster, folder, "--queue", images, "--verbose", "jobs:slow")
-    wait_until((folder / "begun").exists, 30)
+    wait_until((folder / "begun").exists)
     process.send_signal(signal.SIGTERM)
     assert process.stderr is not None
     while "stopping; handlers have 30 s" not in process.stderr.readline():
@@ -105,7 +105,7 @@ def test_sigterm_finishes_the_message_in_hand_and_gives_the_rest_back(
     assert ended(process)[0] == 0
     assert len(handled(folder)) == 1
     again = start(cluster, folder, "--queue", images, "jobs:later")
-    wait_until(lambda: len(handled(folder)) >= 30, 30)
+    wait_until(lambda: len(handled(folder)) >= 30)
     again.send_signal(signal.SIGINT)
     assert ended(again) == (0, "")
     assert sorted(handled(folder)) == list(range(30))
@@ -115,7 +115,7 @@ def test_the_metrics_say_what_was_handled(cluster: Cluster, folder: Path, images
     port = _free_port()
     process = start(cluster, folder, "--queue", images, "--metrics-port", str(port), "jobs:later")
     try:
-        wait_until(lambda: len(handled(folder)) == 30, 30)
+        wait_until(lambda: len(handled(folder)) == 30)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
             text = answer.read().decode()
     finally:

@@ -24,13 +24,11 @@ class StoredRow:
 
 def stream_uri(cluster: Cluster) -> str:
     """The option `uri`: every node, without a login."""
-    places = [node.endpoint for node in cluster.nodes]
-    return ",".join(f"rabbitmq-stream://{at.address}:{at.ports['stream']}" for at in places)
+    return ",".join(node.endpoint.url("stream") for node in cluster.nodes)
 
 
 def amqp_uri(cluster: Cluster) -> str:
-    places = [node.endpoint for node in cluster.nodes]
-    return ",".join(f"amqp://{at.address}:{at.ports['amqp']}" for at in places)
+    return ",".join(node.endpoint.url("amqp") for node in cluster.nodes)
 
 
 def environment_of(cluster: Cluster) -> StreamEnvironment:

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(TIMEOUT + 60)]
 
 def leaders_of(cluster: Cluster, streams: tuple[str, ...]) -> dict[str, str]:
     management = cluster.nodes[0].management
-    return {stream: management.get("queues", "/", stream)["leader"] for stream in streams}
+    return {stream: management.get("queues", cluster.vhost, stream)["leader"] for stream in streams}
 
 
 @pytest.mark.parametrize("master", ["local[2]", "local-cluster[2,1,1024]"])

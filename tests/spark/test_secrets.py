@@ -28,7 +28,7 @@ def canary(cluster: Cluster) -> Iterator[tuple[str, str]]:
     management = cluster.nodes[0].management
     management.call("PUT", "users", user, body={"password": password, "tags": "administrator"})
     allowed = {"configure": ".*", "write": ".*", "read": ".*"}
-    management.call("PUT", "permissions", "/", user, body=allowed)
+    management.call("PUT", "permissions", cluster.vhost, user, body=allowed)
     yield user, password
     management.call("DELETE", "users", user)
 

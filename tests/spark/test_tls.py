@@ -11,18 +11,12 @@ from pyspark.sql import SparkSession
 
 from sharding.stream.environment import StreamEnvironment
 from tests.certificates import Authority
-from tests.secured import NAME, Secured, secured_broker
+from tests.cluster.secured import NAME, Secured
 from tests.spark.stored import super_stream
 
 pytestmark = pytest.mark.cluster
 
 ROWS = [(f"customer-{number % 7}", f"row {number}") for number in range(500)]
-
-
-@pytest.fixture(scope="module")
-def secured(broker_version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    with secured_broker(broker_version, tmp_path_factory.mktemp("authority")) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +40,10 @@ def options(secured: Secured, name: str, **more: str) -> dict[str, str]:
 
 
 def test_rows_are_written_and_read_over_tls(
-    session: SparkSession, secured: Secured, orders: str, broker_version: str
+    session: SparkSession, secured: Secured, orders: str, chosen_version: str
 ) -> None:
     how = options(secured, orders, tlsServerName=NAME)
-    if broker_version != "3.10":  # where EXTERNAL over streams does not work
+    if chosen_version != "3.10":  # where EXTERNAL over streams does not work
         own = secured.authority.sign("guest")
         how |= {
             "mechanism": "external",

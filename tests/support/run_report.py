@@ -1,0 +1,118 @@
+"""What a run tells its developer: what each boot cost, and where the logs of a failure lie.
+
+A run that boots more clusters than the pool has fails, and says which test asked: a test that boots
+its own costs everybody half a minute for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections import Counter, deque
+from collections.abc import Generator, Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster, boots, folders
+from tests.cluster.pool import Pool
+from tests.machine import PROJECT
+
+POOL = pytest.StashKey[Pool]()
+FAILURES = PROJECT / ".failures"
+
+_TAIL = 1_000_000
+_RECORDS = 20_000
+
+
+class _Recent(logging.Handler):
+    """The newest records of Warren's own loggers, of the test that runs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.setFormatter(logging.Formatter("%(asctime)s %(threadName)s %(name)s %(message)s"))
+        self.lines: deque[str] = deque(maxlen=_RECORDS)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+_recent = _Recent()
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this is one of the processes that a run has for its tests."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not is_worker(config):
+        shutil.rmtree(FAILURES, ignore_errors=True)
+    logging.getLogger("warren").addHandler(_recent)
+
+
+def pytest_runtest_setup() -> None:
+    _recent.lines.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        folder = FAILURES / re.sub(r"[^\w.-]+", "-", item.nodeid)
+        _keep(folder, item.config.stash[POOL].in_use)
+        report.sections.append(("logs", f"the brokers' and our own: {folder}"))
+    return report
+
+
+def _keep(folder: Path, clusters: Iterable[Cluster]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "warren.log").write_text("".join(f"{line}\n" for line in _recent.lines))
+    for cluster in clusters:
+        top = folders.cluster_folder(cluster.name)
+        for log in top.rglob("*.log"):
+            target = folder / cluster.name / log.relative_to(top)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(log.read_bytes()[-_TAIL:])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not is_worker(session.config) and too_many(session.config.stash[POOL]):
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    pool = terminalreporter.config.stash[POOL]
+    if not (booted := boots.noted()):
+        return
+    terminalreporter.section("clusters booted")
+    for boot in booted:
+        name = boot.cluster.removeprefix(f"{pool.name}-")
+        nodes = f"{boot.nodes} node{'s' * (boot.nodes > 1)}"
+        asked = f"{nodes} of {boot.version}, first asked for by {boot.asked_by}"
+        terminalreporter.line(f"{boot.seconds:5.1f} s  {name}: {asked}")
+    for lost in pool.discarded():
+        name = lost.cluster.removeprefix(f"{pool.name}-")
+        terminalreporter.line(f"discarded  {name}, as {lost.test} left it: {lost.reason}")
+    for complaint in too_many(pool):
+        terminalreporter.line(complaint, red=True)
+
+
+def too_many(pool: Pool) -> list[str]:
+    """Boots that the pool should have spared, each with the test that asked."""
+    replaced = Counter(lost.cluster for lost in pool.discarded())
+    times: Counter[str] = Counter()
+    complaints = []
+    for boot in boots.noted():
+        times[boot.cluster] += 1
+        if not boot.expected or times[boot.cluster] > 1 + replaced[boot.cluster]:
+            complaints.append(
+                f"{boot.cluster} was booted for {boot.asked_by}: take a cluster of the pool "
+                "(fixtures cluster, nodes, harmed, …), or the fixture boots_clusters if clusters "
+                "themselves are what it tests"
+            )
+    return complaints
