@@ -4,31 +4,43 @@ NAME ?= warren
 NODES ?= 3
 VERSION ?= 4.0
 RUN := .venv/bin/
-# Two files at a time: much of a test's time is a broker that boots.
-PYTEST := $(RUN)pytest --numprocesses 2 --dist loadfile
+# Tests of a group run in one process, in the order of tests/conftest.py. ONLY=groups runs those
+# with `groups` in the name of their folder, file or function.
+PYTEST := $(RUN)pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder \
+  --durations 15 --durations-min 5 $(if $(ONLY),-k '$(ONLY)')
 
-.PHONY: demo test lint matrix bench fuzz faults zip up down status ready
+.PHONY: demo unit test test-all lint matrix bench fuzz zip up down status ready
 
 demo: ready
 	$(RUN)python -m examples.demo
 
-# Rolling restarts and Spark under kills take many minutes more: `make faults`.
+# Without a broker.
+unit: ready
+	$(PYTEST) tests/unit tests/property
+
+# Everything that matters; a test that is a twin of another is left to `make test-all`.
 test: lint
 	$(RUN)python -m tests.cluster prepare 3.10 4.0
-	$(PYTEST) -m "not long"
+	$(PYTEST)
+
+# With the twins: nodes harmed on the oldest version too, a minute of every fault, a million rows.
+LONG := WARREN_FAULT_SECONDS=60 WARREN_GROUP_MESSAGES=60000 WARREN_ROUND_TRIP_ROWS=1000000
+test-all: lint
+	$(RUN)python -m tests.cluster prepare 3.10 4.0
+	$(LONG) $(PYTEST) --all
+
+# All of that on every broker version; sid's 4.3 moves, so it is not part of the others.
+matrix: lint
+	$(RUN)python -m tests.cluster prepare 3.10 4.0 4.3
+	for version in 3.10 4.0 4.3; do \
+	  echo "== RabbitMQ $$version"; $(LONG) $(PYTEST) --all --broker-version $$version || exit 1; \
+	done
 
 lint: ready
 	$(RUN)ruff check
 	$(RUN)ruff format --check
 	$(RUN)mypy
 	$(RUN)lint-imports
-
-# The whole suite on every broker version; sid's 4.3 moves, so it is not part of `make test`.
-matrix: lint
-	$(RUN)python -m tests.cluster prepare 3.10 4.0 4.3
-	for version in 3.10 4.0 4.3; do \
-	  echo "== RabbitMQ $$version"; $(PYTEST) --broker-version $$version || exit 1; \
-	done
 
 # All of them, or with ONLY="streams spark" those; benchmarks/results.md and its chart are written.
 bench: ready
@@ -39,11 +51,6 @@ bench: ready
 SECONDS ?= 60
 fuzz: ready
 	$(RUN)python -m tests.fuzz_streams --seconds $(SECONDS)
-
-# A minute of publishing for each fault, on both versions; Spark under kills, and with a million rows.
-faults: ready
-	WARREN_FAULT_SECONDS=60 WARREN_GROUP_MESSAGES=60000 $(RUN)pytest tests/faults -s
-	WARREN_ROUND_TRIP_ROWS=1000000 $(RUN)pytest tests/spark/test_round_trip.py -s
 
 # For spark-submit --py-files: the wheel under a name that Spark takes. What it depends on (mmh3,
 # pika, pyarrow, numpy) must be installed where the executors run.

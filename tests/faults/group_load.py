@@ -17,6 +17,7 @@ from interceptors import Outcome, Result, ShardedPublisher
 from sharding import ShardUnavailable, Topology
 from sharding.management import NoAnswer
 from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.faults.group_worker import Line, lines_of
 from tests.machine import PROJECT
 
@@ -103,7 +104,7 @@ class Worker:
         """Whether a handler that began and ended then was at work while the worker was frozen."""
         return self.frozen is not None and start < self.frozen[0] and end > self.frozen[1]
 
-    def end(self, timeout: float = 30) -> int:
+    def end(self, timeout: float = PATIENCE) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
 
@@ -135,7 +136,7 @@ class ConsumerWatch:
                     break
 
 
-def wait_for_balance(workers: Sequence[Worker], shards: int, timeout: float = 40) -> float:
+def wait_for_balance(workers: Sequence[Worker], shards: int) -> float:
     """Wait until loads differ by one at most and all shards are held; how long it took."""
     began = time.monotonic()
 
@@ -143,7 +144,7 @@ def wait_for_balance(workers: Sequence[Worker], shards: int, timeout: float = 40
         loads = [worker.held() for worker in workers]
         return sum(loads) == shards and max(loads) - min(loads) <= 1
 
-    wait_until(fair, timeout, lambda: f"loads {[worker.held() for worker in workers]}")
+    wait_until(fair, explain=lambda: f"loads {[worker.held() for worker in workers]}")
     return time.monotonic() - began
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -22,15 +22,13 @@ from tests.faults.group_load import (
     time_until_read,
     wait_for_balance,
 )
-from tests.faults.group_worker import Line
+from tests.faults.group_worker import OPTIONS, Line
 from tests.sharded import fresh_queue, topology_of
 
 pytestmark = pytest.mark.cluster
 
 MESSAGES = int(os.environ.get("WARREN_GROUP_MESSAGES", "8000"))
 RATE = 400.0
-RECOVERED_WITHIN = 10.0
-"""5 s is the aim, and what it took is printed; a machine shared with others gets some more."""
 
 
 @pytest.mark.timeout(600)
@@ -56,7 +54,7 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
         def taken() -> float:
             return time_until_read([line for w in alive for line in w.lines()], held, since)
 
-        wait_until(lambda: taken() < float("inf"), RECOVERED_WITHIN, lambda: f"{held} unread")
+        wait_until(lambda: taken() < float("inf"), explain=lambda: f"{held} unread")
         return taken()
 
     with topology_of(harmed) as topology:
@@ -78,7 +76,6 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
 
             broken = harmed.nodes[2]
             broken.kill()
-            node_died = time.monotonic()
             lost = {shard.name for shard in shard_map.shards_on(broken.name)}
             times["8 shards"] = wait_for_balance(alive, 8)
             broken.restart()
@@ -86,8 +83,7 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
             times["12 shards again"] = wait_for_balance(alive, 12)
             wait_until(
                 lambda: time_until_read(_lines(workers), lost, node_back) < float("inf"),
-                RECOVERED_WITHIN,
-                lambda: "shards of the node that came back are not read",
+                explain=lambda: "shards of the node that came back are not read",
             )
             node_recovery = time_until_read(_lines(workers), lost, node_back)
 
@@ -121,7 +117,7 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
         + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in times.items())
     )
     assert stored <= done.keys()
-    assert again <= _out_at_kills(workers, lost, node_died)
+    assert again <= _out_at_kills(workers, lost, node_back)
     assert any(line.what == "F" for line in lines)
     check_order(lines)
     assert set(watch.most.values()) == {1}
@@ -129,7 +125,6 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
     assert handovers >= 12
 
 
-@pytest.mark.twin("")
 @pytest.mark.timeout(300)
 def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
     harmed: Cluster, tmp_path: Path
@@ -156,10 +151,7 @@ def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
             held = at_work()
             frozen.freeze()
             since = time.monotonic()
-            wait_until(
-                lambda: time_until_read(other.lines(), held, since) < float("inf"),
-                3 * heartbeat + RECOVERED_WITHIN,
-            )
+            wait_until(lambda: time_until_read(other.lines(), held, since) < float("inf"))
             recovery = time_until_read(other.lines(), held, since)
             frozen.thaw()
             wait_for_balance(workers, 6)
@@ -183,7 +175,6 @@ def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
     assert len(again) <= 2 * 3
 
 
-@pytest.mark.twin("")
 @pytest.mark.timeout(300)
 def test_nodes_that_join_and_leave_are_followed_without_a_restart(harmed: Cluster) -> None:
     logical = fresh_queue()
@@ -230,14 +221,21 @@ def _missing(stored: set[int], workers: list[Worker]) -> str:
     return f"{len(missing)} not handled, the first: {missing[:5]}"
 
 
-def _out_at_kills(workers: list[Worker], lost: set[str], node_died: float) -> set[int]:
-    """Messages that may be handled twice: handled by a worker shortly before it was killed, or
-    read from the node shortly before that was.
+def _out_at_kills(workers: list[Worker], lost: set[str], node_back: float) -> set[int]:
+    """Messages that may be handled twice: of each shard the last ones that a worker handled before
+    it was killed, or that were handled before the node was back. As many of them may be without an
+    acknowledgement as a reader is given at once.
     """
     excused = set()
     for worker in workers:
+        handled: dict[str, list[int]] = defaultdict(list)
+        handled_before: dict[str, list[int]] = defaultdict(list)
         for line in worker.lines():
-            just_before = worker.killed_at is not None and line.at > worker.killed_at - 1
-            if just_before or (line.shard in lost and node_died - 1 < line.at < node_died + 2):
-                excused.add(line.number)
+            if line.what == "E":
+                handled[line.shard].append(line.number)
+                if line.shard in lost and line.at < node_back:
+                    handled_before[line.shard].append(line.number)
+        last = [handled_before] if worker.killed_at is None else [handled, handled_before]
+        for numbers in (each for by_shard in last for each in by_shard.values()):
+            excused.update(numbers[-OPTIONS.prefetch :])
     return excused

@@ -33,11 +33,12 @@ from tests.spark.stored import (
     super_stream,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.twin(""), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ORDERS = Orders(keys=100, of_each=200)
 ROWS_PER_BATCH = 5_000
 every_sink = pytest.mark.parametrize("sink", ["exactly_once", "stream", "queue"])
+twin = pytest.mark.twin("faults/test_spark_faults.py::test_python_workers_killed_mid_batch")
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def judge(sink: str, what: str, stored: Mapping[str, Sequence[StoredRow]]) -> No
         ORDERS.assert_in_order(stored)
 
 
+@twin
 @every_sink
 def test_drivers_killed_mid_batch(sink: str, cluster: Cluster, tmp_path: Path) -> None:
     with copying(sink, cluster, tmp_path) as (driver, target):
@@ -137,7 +139,10 @@ def test_drivers_killed_mid_batch(sink: str, cluster: Cluster, tmp_path: Path) -
     judge(sink, f"3 drivers killed with {seen} rows stored", stored)
 
 
-@every_sink
+@pytest.mark.parametrize(
+    "sink",
+    ["exactly_once", pytest.param("stream", marks=twin), pytest.param("queue", marks=twin)],
+)
 def test_python_workers_killed_mid_batch(sink: str, cluster: Cluster, tmp_path: Path) -> None:
     killed = []
     with copying(sink, cluster, tmp_path) as (driver, target):
@@ -155,6 +160,7 @@ def test_python_workers_killed_mid_batch(sink: str, cluster: Cluster, tmp_path: 
     judge(sink, f"{killed} Python workers killed", stored)
 
 
+@twin
 @every_sink
 def test_leader_killed_mid_batch(sink: str, harmed: Cluster, tmp_path: Path) -> None:
     with copying(sink, harmed, tmp_path) as (driver, target):

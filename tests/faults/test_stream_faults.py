@@ -137,7 +137,6 @@ def test_nothing_is_lost_or_repeated_when_a_leader_is_killed(
         print(f"\n{chosen_version}, leader killed: {traffic}")
 
 
-@pytest.mark.twin("")
 def test_nothing_is_lost_or_repeated_while_all_nodes_restart(
     harmed: Cluster, chosen_version: str
 ) -> None:

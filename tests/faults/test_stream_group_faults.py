@@ -18,6 +18,7 @@ import pytest
 
 from sharding.stream import ProducerOptions, StreamEnvironment
 from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.faults.group_worker import Line, lines_of
 from tests.faults.stream_group_worker import OPTIONS
 from tests.machine import PROJECT
@@ -29,8 +30,6 @@ MESSAGES = int(os.environ.get("WARREN_GROUP_MESSAGES", "8000"))
 PARTITIONS = 12
 RATE = 400
 KEYS = 200
-RECOVERED_WITHIN = 15.0
-"""What is seen is printed, and is much less; a machine shared with others gets some more."""
 NOTICED_WITHIN = 2.0
 """A node's end takes a moment to be noticed, so what counts is work well after it."""
 
@@ -49,7 +48,7 @@ class Load:
     def end(self) -> None:
         self._end.set()
         self._thread.join()
-        self._producer.flush(timeout=60).raise_for_failures()
+        self._producer.flush(timeout=PATIENCE).raise_for_failures()
         self._producer.close()
 
     def _run(self) -> None:
@@ -73,9 +72,8 @@ class Worker:
         counts = [int(line.shard) for line in lines_of(self.path) if line.what == "H"]
         return counts[-1] if counts and self.process.poll() is None else 0
 
-    def shards(self) -> set[str]:
-        """What it worked on in the last second."""
-        since = time.monotonic() - 1
+    def shards(self, since: float) -> set[str]:
+        """What it has worked on since then."""
         return {line.shard for line in lines_of(self.path) if line.what == "B" and line.at > since}
 
     def kill(self) -> None:
@@ -114,13 +112,12 @@ class Workers:
         loads = self.loads()
         return sum(loads) == PARTITIONS and max(loads) - min(loads) <= 1
 
-    def settle(self, count: int, timeout: float = 60) -> float:
+    def settle(self, count: int) -> float:
         """Wait until so many workers share all partitions evenly; returns how long it took."""
         began = time.monotonic()
         wait_until(
             lambda: len(self.running) == count and self.even(),
-            timeout,
-            lambda: f"{self.loads()} of {len(self.running)} workers",
+            explain=lambda: f"{self.loads()} of {len(self.running)} workers",
         )
         return time.monotonic() - began
 
@@ -130,6 +127,14 @@ class Workers:
 
     def handled(self) -> set[int]:
         return {line.number for line in self.lines("E")}
+
+    def work(self) -> float:
+        """Wait until messages of every partition have been begun; since when they were."""
+        since = time.monotonic()
+        wait_until(
+            lambda: len({line.shard for line in self.lines("B") if line.at > since}) == PARTITIONS
+        )
+        return since
 
     def close(self) -> None:
         for worker in self.running:
@@ -165,9 +170,10 @@ def test_workers_and_a_node_die_and_nothing_is_lost_or_out_of_order(
         print(f"\n1 worker has all after {workers.settle(1):.1f} s")
         workers.start(4)
         print(f"5 workers: {workers.settle(5):.1f} s, loads {workers.loads()}")
-        time.sleep(1)  # a second of work as five
+        since = workers.work()
         victim = workers.running[2]
-        theirs = victim.shards()
+        theirs = victim.shards(since)
+        assert theirs
         victim.kill()
         took = recovery(workers, theirs, at(victim))
         print(f"after kill -9 of a worker its partitions were read again in {took:.2f} s")
@@ -184,7 +190,7 @@ def test_workers_and_a_node_die_and_nothing_is_lost_or_out_of_order(
         leaving = workers.running[:3]
         for worker in leaving:
             worker.process.send_signal(signal.SIGTERM)
-        assert [worker.process.wait(40) for worker in leaving] == [0, 0, 0]
+        assert [worker.process.wait(PATIENCE) for worker in leaving] == [0, 0, 0]
         print(f"2 workers: {workers.settle(2):.1f} s, loads {workers.loads()}")
     finally:
         load.end()
@@ -197,7 +203,6 @@ def test_workers_and_a_node_die_and_nothing_is_lost_or_out_of_order(
     print(f"{load.sent} messages, {duplicates} handled twice around the kills")
 
 
-@pytest.mark.twin("")
 def test_worker_that_was_frozen_begins_nothing_that_others_have_handled_meanwhile(
     environment: StreamEnvironment, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,18 +211,19 @@ def test_worker_that_was_frozen_begins_nothing_that_others_have_handled_meanwhil
     load = Load(environment, workers.stream)
     try:
         workers.settle(2)
-        time.sleep(1)  # a second of work
+        since = workers.work()
         frozen = workers.running[0]
-        theirs = frozen.shards()
+        theirs = frozen.shards(since)
+        assert theirs
         frozen.process.send_signal(signal.SIGSTOP)
         frozen_at = time.monotonic()
-        took = recovery(workers, theirs, frozen_at, within=45)
+        took = recovery(workers, theirs, frozen_at)
         print(f"\npartitions of a frozen worker were read again in {took:.2f} s")
         handled = workers.handled()
         frozen.process.send_signal(signal.SIGCONT)
         thawed_at = time.monotonic()
         print(f"2 workers again: {workers.settle(2):.1f} s, loads {workers.loads()}")
-        time.sleep(1)
+        workers.work()
     finally:
         load.end()
     wait_until(lambda: len(workers.handled()) == load.sent)
@@ -232,9 +238,7 @@ def at(victim: Worker) -> float:
     return victim.killed_at
 
 
-def recovery(
-    workers: Workers, shards: set[str], since: float, within: float = RECOVERED_WITHIN
-) -> float:
+def recovery(workers: Workers, shards: set[str], since: float) -> float:
     """The longest time from the fault on in which nothing of one of these partitions was begun."""
 
     def begun() -> dict[str, list[float]]:
@@ -249,8 +253,9 @@ def recovery(
 
     wait_until(
         read_again,
-        within,
-        lambda: f"{ {s: t[-1] - since for s, t in begun().items()} }; loads {workers.loads()}",
+        explain=lambda: (
+            f"{ {s: t[-1] - since for s, t in begun().items()} }; loads {workers.loads()}"
+        ),
     )
     return max(max(b - a for a, b in itertools.pairwise(times)) for times in begun().values())
 
@@ -272,7 +277,7 @@ def check(workers: Workers, sent: int, faults: Sequence[float], overlaps: bool =
         assert numbers == sorted(numbers), f"{key} was handled out of order"
     again = [line for line in ended if line is not first_endings[line.number]]
     for line in again:
-        assert any(0 < line.at - fault < 30 for fault in faults), f"{line} is near no kill"
+        assert line.at > min(faults), f"{line} was repeated before anything was harmed"
     times = Counter(line.number for line in ended)
     assert len(again) <= len(faults) * PARTITIONS * (
         OPTIONS.store_every_messages + OPTIONS.prefetch

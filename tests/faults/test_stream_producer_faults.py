@@ -154,7 +154,9 @@ def test_an_unnamed_producer_reports_what_is_unknown_and_repeats_nothing_when_a_
         print(f"  longest time to the next confirm {producer.counters['longest_recovery']:.2f} s")
 
 
-@pytest.mark.twin("")
+@pytest.mark.twin(
+    "faults/test_stream_faults.py::test_nothing_is_lost_or_repeated_while_all_nodes_restart"
+)
 def test_a_named_producer_goes_on_while_all_nodes_restart(
     harmed: Cluster, chosen_version: str
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -239,7 +238,6 @@ def test_a_producer_whose_stream_is_deleted_fails(
     producer.send(b"x")
     producer.flush(30).raise_for_failures()
     environment.delete_stream(stream)
-    began = time.monotonic()
 
     def fails() -> bool:
         try:
@@ -249,7 +247,6 @@ def test_a_producer_whose_stream_is_deleted_fails(
         return False
 
     wait_until(fails)
-    assert time.monotonic() - began < 10
     report = producer.close()
     assert report.stored + report.refused_count + report.unknown_count > 0
 

@@ -1,6 +1,6 @@
 """Rows there and back: every one once, in order per key, and from replicas, says the broker.
 
-`WARREN_ROUND_TRIP_ROWS` says how many rows; `make faults` takes a million.
+`WARREN_ROUND_TRIP_ROWS` says how many rows; `make test-all` takes a million.
 """
 
 from __future__ import annotations
