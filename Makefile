@@ -4,10 +4,9 @@ NAME ?= warren
 NODES ?= 3
 VERSION ?= 4.0
 RUN := .venv/bin/
-# Tests of a group run in one process, in the order of tests/conftest.py. ONLY=groups runs those
-# with `groups` in the name of their folder, file or function.
-PYTEST := $(RUN)pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder \
-  --durations 15 --durations-min 5 $(if $(ONLY),-k '$(ONLY)')
+# How tests are dealt out: tests/support/scheduling.py. ONLY=groups runs those with `groups` in the
+# name of their folder, file or function.
+PYTEST := $(RUN)pytest --numprocesses 2 --durations 15 --durations-min 5 $(if $(ONLY),-k '$(ONLY)')
 
 .PHONY: demo unit test test-all lint matrix bench fuzz zip up down status ready
 

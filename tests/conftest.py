@@ -7,6 +7,7 @@ import re
 from collections.abc import Generator, Iterator
 
 import pytest
+from xdist.remote import Producer
 
 from tests.cluster import DEFAULT_VERSION, Cluster, NotOurs, boots
 from tests.cluster.docker import engine_answers
@@ -15,12 +16,9 @@ from tests.cluster.secured import Secured
 from tests.cluster.sources import choose
 from tests.support import run_report
 from tests.support.run_report import POOL, is_worker
+from tests.support.scheduling import ByGroup, in_order
 
 OLDEST_VERSION = "3.10"
-
-# In this order they begin: what harms nodes waits much and works little, so it goes beside what
-# needs no broker; Spark has one JVM for all its tests, and is long.
-_GROUPS = ("harm", "unit", "property", "spark")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,7 +47,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("chosen_version", versions, scope="module")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
         twins = [item for item in items if item.get_closest_marker("twin")]
@@ -60,28 +57,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = pytest.mark.skip(reason="no Docker engine answers on this machine")
         for item in wants_docker:
             item.add_marker(reason)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
 
 
 class _Order:
     """Comes after pytest has put tests together that share a parameter of a module."""
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        def rank(item: pytest.Item) -> int:
-            first = _group(item).partition("/")[0]
-            return _GROUPS.index(first) if first in _GROUPS else len(_GROUPS)
-
-        items.sort(key=rank)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        in_order(items, config.stash[POOL])
 
 
-def _group(item: pytest.Item) -> str:
-    """Tests of a group run one after the other, in one process."""
-    if "harmed" in getattr(item, "fixturenames", ()):
-        return "harm"
-    _, folder, *rest = item.nodeid.partition("::")[0].split("/")
-    return "spark" if folder == "spark" else "/".join([folder, *rest])
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByGroup:
+    return ByGroup(config, log, config.stash[POOL])
 
 
 def pytest_configure(config: pytest.Config) -> None:
