@@ -30,13 +30,15 @@ PAYLOAD = "alive"
 PAUSE = 0.2
 
 # Of each node: the members of the coordinator as its leader names them, asked through the node's
-# own member; none if it has no member, or knows no leader. A member that is there is written down.
+# own member (`'none'` if it has none, nothing if that knows no leader). A member that is there is
+# written down, so that it is there after a kill too.
 _COORDINATOR = """
 [{Node, case rpc:call(Node, ra, members, [{rabbit_stream_coordinator, Node}, 2000]) of
     {ok, Members, _Leader} ->
         #{names := #{directory_rev := Table}} = rpc:call(Node, ra_system, fetch, [coordination]),
         rpc:call(Node, dets, sync, [Table]),
         [Member || {_, Member} <- Members];
+    {error, noproc} -> ['none'];
     _ -> []
   end} || Node <- [%s]].
 """
@@ -44,6 +46,10 @@ _COORDINATOR = """
 
 class Unhealthy(RuntimeError):
     """What a cluster lacks to serve streams."""
+
+
+class Maimed(Unhealthy):
+    """It will not come by waiting either."""
 
 
 def prove_health(cluster: Cluster, timeout: float = 60) -> None:
@@ -76,6 +82,8 @@ def _retry(deadline: float, step: Callable[[], None]) -> None:
     while True:
         try:
             return step()
+        except Maimed:
+            raise
         except (Unhealthy, WarrenError) as reason:
             if time.monotonic() > deadline:
                 raise Unhealthy(str(reason)) from None
@@ -93,16 +101,20 @@ def _see_coordinator(cluster: Cluster) -> None:
     quoted = ",".join(f"'{name}'" for name in sorted(names))
     said = "".join(cluster.nodes[0].driver.ctl("eval", _COORDINATOR % quoted).split())
     seen = {
-        node: set(re.findall(r"'([^']+)'", members))
+        node: set(re.findall(r"'?([^',]+)'?", members))
         for node, members in re.findall(r"\{'([^']+)',\[([^]]*)\]\}", said)
     }
+    without = {name for name in names if seen.get(name) == {"none"}}
+    counted = set().union(*seen.values())
+    for name in sorted(without & counted):
+        raise Maimed(f"{name} has lost its member of the stream coordinator: {said}")
     for name in sorted(names):
+        if name in without:
+            raise Unhealthy(f"{name} has no member of the stream coordinator yet")
         if not seen.get(name):
-            raise Unhealthy(
-                f"{name} has no member of the stream coordinator, or that knows no leader: {said}"
-            )
+            raise Unhealthy(f"{name} knows no leader of the stream coordinator")
         if missing := names - seen[name]:
-            raise Unhealthy(f"{name} says that {sorted(missing)} are not in the stream coordinator")
+            raise Unhealthy(f"{name} does not find {sorted(missing)} in the stream coordinator")
 
 
 def _store(through: Node, stream: str) -> None:
