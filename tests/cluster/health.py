@@ -25,7 +25,6 @@ from sharding.errors import WarrenError
 from sharding.management import NoAnswer
 from tests.cluster.cluster import Cluster, Node
 
-VHOST = "/"
 PAYLOAD = "alive"
 PAUSE = 0.2
 
@@ -93,7 +92,7 @@ def _retry(deadline: float, step: Callable[[], None]) -> None:
 def _declare(through: Node, stream: str, replicas: int) -> None:
     arguments = {"x-queue-type": "stream", "x-initial-cluster-size": replicas}
     body = {"durable": True, "arguments": arguments}
-    through.management.call("PUT", "queues", VHOST, stream, body=body)
+    through.management.call("PUT", "queues", through.endpoint.vhost, stream, body=body)
 
 
 def _see_coordinator(cluster: Cluster) -> None:
@@ -126,7 +125,7 @@ def _store(through: Node, stream: str) -> None:
         "properties": {},
     }
     answer = through.management.call(
-        "POST", "exchanges", VHOST, "amq.default", "publish", body=body
+        "POST", "exchanges", through.endpoint.vhost, "amq.default", "publish", body=body
     )
     if not answer["routed"]:
         raise Unhealthy(f"{through.name} does not route to {stream}")
@@ -163,4 +162,4 @@ def _read_at(node: Node, stream: str, deadline: float) -> None:
 
 
 def _delete(through: Node, stream: str) -> None:
-    through.management.call("DELETE", "queues", VHOST, stream)
+    through.management.call("DELETE", "queues", through.endpoint.vhost, stream)

@@ -11,6 +11,7 @@ import pytest
 
 from sharding.stream import ProducerOptions, StreamEnvironment
 from tests.cluster import Cluster, wait_until
+from tests.cluster.health import prove_health
 from tests.streams import (
     await_replicas,
     environment_of,
@@ -151,7 +152,9 @@ def test_nothing_is_lost_or_repeated_while_all_nodes_restart(
         Traffic(through, orders, at_least=MESSAGES, pause=0.2) as balanced,
     ):
         for node in harmed.nodes:
-            # A stream lives on while one node is away; it must be whole before the next one goes.
+            # Streams live on while one node is away; they must be whole before the next one goes,
+            # and so must the brokers' stream coordinator, which elects their leaders.
+            prove_health(harmed)
             for stream in (*direct.partitions(invoices), *direct.partitions(orders)):
                 await_replicas(direct, stream)
             node.restart()
@@ -175,13 +178,15 @@ def test_stream_is_read_elsewhere_when_a_replica_hangs(
         assert next(messages).body == b"before"
         hanging = next(n for n in harmed.nodes if stream_address(n) == consumer.nodes[stream])
         hanging.freeze()
-        began = time.monotonic()
         try:
             producer.send(b"after")
+            # Read while the node still hangs, so it was the heartbeat that gave it up: the brokers
+            # themselves notice after a minute (net_ticktime), later than `messages` waits.
             assert next(messages).body == b"after"
+            assert consumer.nodes[stream] != stream_address(hanging)
+            times, longest = consumer.recoveries
+            assert times == 1
         finally:
-            took = time.monotonic() - began
             hanging.thaw()
             harmed.wait_until_whole()
-        print(f"\n{chosen_version}, replica frozen: read elsewhere after {took:.2f} s")
-        assert took < 2 * HEARTBEAT + 5
+        print(f"\n{chosen_version}, replica frozen: read elsewhere after {longest:.2f} s")
