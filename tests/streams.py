@@ -58,7 +58,7 @@ def await_replicas(environment: StreamEnvironment, stream: str, count: int = 2) 
         route = environment.route(stream)
         return route.leader is not None and len(route.replicas) >= count
 
-    wait_until(has_them, 30, lambda: f"{environment.route(stream)}")
+    wait_until(has_them, explain=lambda: f"{environment.route(stream)}")
 
 
 def read_all(consumer: Consumer, count: int, timeout: float = 30) -> dict[str, list[bytes]]:

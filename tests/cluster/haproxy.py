@@ -38,7 +38,7 @@ class Balancer:
         (folder / "haproxy.cfg").write_text(_configuration(balancer.endpoint, nodes))
         argv = [haproxy, "-db", "-f", str(folder / "haproxy.cfg")]
         processes.spawn(argv, dict(os.environ), folder, folder / "output.log")
-        wait_until(balancer._listens, 15, balancer.log)
+        wait_until(balancer._listens, explain=balancer.log)
         return balancer
 
     def log(self) -> str:
