@@ -54,9 +54,11 @@ class RouteCache:
         *,
         rng: random.Random | None = None,
         pressure: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source = source
         self._options = options
+        self._clock = clock
         self._pressure = pressure or Pressure()
         self._state = RouteState(options, rng or random.Random())
         self._failure: Exception | None = None
@@ -89,7 +91,7 @@ class RouteCache:
 
         def has_leader(finding: Finding) -> bool:
             if _route(finding).leader is None:
-                self._state.insist(target, time.monotonic())
+                self._state.insist(target, self._clock())
                 return False
             return True
 
@@ -112,7 +114,7 @@ class RouteCache:
         """
         logger.debug("%s is asked for again: %s", name, reason)
         with self._work:
-            self._state.suspect(name, time.monotonic())
+            self._state.suspect(name, self._clock())
             self._work.notify()
 
     @property
@@ -141,7 +143,7 @@ class RouteCache:
     ) -> Finding:
         """What is known of the name once it is enough, or at the end of the time."""
         _check_name(target.name)
-        began = time.monotonic()
+        began = self._clock()
         deadline = began + timeout
         with self._news:
             failures = self._failures
@@ -149,7 +151,7 @@ class RouteCache:
             while True:
                 if self._closed:
                     raise LocalError("the route cache is closed")
-                now = time.monotonic()
+                now = self._clock()
                 finding = self._state.known(target, now, began)
                 if isinstance(finding, Missing):
                     raise self._source.not_found(finding)
@@ -170,12 +172,12 @@ class RouteCache:
     def _on_update(self, stream: str) -> None:
         pressure = self._pressure()
         with self._work:
-            self._state.pushed(stream, time.monotonic(), pressure)
+            self._state.pushed(stream, self._clock(), pressure)
             self._work.notify()
 
     def _on_disconnect(self) -> None:
         with self._work:
-            self._state.disconnected(time.monotonic())
+            self._state.disconnected(self._clock())
             self._work.notify()
 
     # The thread
@@ -185,7 +187,7 @@ class RouteCache:
             with self._work:
                 if self._closed:
                     return
-                now = time.monotonic()
+                now = self._clock()
                 self._state.forget(now)
                 query = self._state.next_query(now)
                 stream = None if query else self._state.next_arm(now)
@@ -211,12 +213,12 @@ class RouteCache:
             with self._work:
                 self._failure = error
                 self._failures += 1
-                self._state.failed(time.monotonic())
+                self._state.failed(self._clock())
                 self._news.notify_all()
             return
         with self._work:
             self._failure = None
-            changes = self._state.answered(findings, time.monotonic())
+            changes = self._state.answered(findings, self._clock())
             self._news.notify_all()
         for sentence in told(changes):
             logger.info("%s", sentence)
@@ -227,13 +229,13 @@ class RouteCache:
         except Exception as error:  # as above; without a push the poll does the work
             logger.debug("%s is not armed: %s", stream, error)
             with self._work:
-                self._state.arm_failed(stream, time.monotonic())
+                self._state.arm_failed(stream, self._clock())
             return
         with self._work:
             if armed:
-                self._state.arm_succeeded(stream, time.monotonic())
+                self._state.arm_succeeded(stream, self._clock())
             else:
-                self._state.arm_refused(stream, time.monotonic())
+                self._state.arm_refused(stream, self._clock())
 
 
 def _route(finding: Finding) -> StreamRoute:

@@ -10,6 +10,8 @@ import pika.frame
 import pika.spec
 from pika.exceptions import AMQPError
 
+from tests.hand_time import PATIENCE
+
 
 class FakeAmqp:
     """Listens on loopback until the `with` block ends."""
@@ -34,7 +36,7 @@ class FakeAmqp:
     def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
 
     def _serve(self) -> None:
         while True:
@@ -43,7 +45,7 @@ class FakeAmqp:
             except OSError:
                 return
             with connection:
-                connection.settimeout(10)
+                connection.settimeout(PATIENCE)
                 try:
                     self._greet(connection)
                 except (OSError, AMQPError):

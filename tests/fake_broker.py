@@ -18,16 +18,14 @@ from collections.abc import Callable
 from types import TracebackType
 
 from sharding.stream.protocol import Broker, Key
+from tests.hand_time import PATIENCE
 from tests.stream_frames import handshake
-
-PATIENCE = 10.0
 
 
 class Peer:
     """The broker's side of one connection. Everything that arrives is kept in `bytes_seen`."""
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.settimeout(PATIENCE)
         self.socket = sock
         self.bytes_seen = b""
 
@@ -87,7 +85,8 @@ class FakeBroker:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._tls = tls
         self._peers: queue.SimpleQueue[Peer] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._serving: list[threading.Thread] = []
         self._sockets: list[socket.socket] = []
         self._served: list[Peer] = []
         self.address = Broker(*self._listener.getsockname()[:2])
@@ -98,24 +97,27 @@ class FakeBroker:
         return self._peers.get(timeout=PATIENCE)
 
     def everything_seen(self) -> bytes:
-        """What came over all connections so far; over TLS, what came after its handshake."""
+        """What came over all connections, once both sides are done with them; over TLS, what came
+        after its handshake."""
+        for thread in self._serving:
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), "somebody still reads"
         return b"".join(peer.bytes_seen for peer in self._served)
 
     def __enter__(self) -> FakeBroker:
-        accepting = threading.Thread(target=self._accept, daemon=True)
-        self._threads.append(accepting)
-        accepting.start()
+        self._accepting.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join(PATIENCE)  # after that no connection is added any more
         self._listener.close()
         for sock in self._sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
+        for thread in self._serving:
             thread.join(PATIENCE)
         for sock in self._sockets:
             sock.close()
@@ -124,8 +126,10 @@ class FakeBroker:
         with contextlib.suppress(OSError):
             while True:
                 sock, _ = self._listener.accept()
+                sock.settimeout(PATIENCE)
+                self._sockets.append(sock)
                 serving = threading.Thread(target=self._serve, args=(sock,), daemon=True)
-                self._threads.append(serving)
+                self._serving.append(serving)
                 serving.start()
 
     def _serve(self, sock: socket.socket) -> None:
@@ -133,9 +137,8 @@ class FakeBroker:
             try:
                 sock = self._tls.wrap_socket(sock, server_side=True)
             except OSError:
-                sock.close()
                 return
-        self._sockets.append(sock)
+            self._sockets.append(sock)
         peer = Peer(sock)
         self._served.append(peer)
         # The other side is expected to leave in the middle of what a test does to it.

@@ -9,8 +9,7 @@ from typing import Any
 from sharding.stream.handlers import ActivityAnswer
 from sharding.stream.network.client import StreamClient
 from sharding.stream.protocol import OffsetSpec
-
-PATIENCE = 5.0
+from tests.hand_time import PATIENCE
 
 
 class Recorder:

@@ -17,7 +17,9 @@ def wait_until(
 ) -> None:
     """Return when `condition()` is true; after `timeout` seconds raise what `explain()` says."""
     deadline = time.monotonic() + timeout
+    pause = 0.001  # what another thread does is seen at once, a broker is not asked all the time
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {timeout:g} s: {explain()}")
-        time.sleep(0.1)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)

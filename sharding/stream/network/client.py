@@ -68,16 +68,24 @@ _CLOSED_HERE = ConnectionLost("closed by this side")
 A = TypeVar("A", bound=Answer)
 
 
-def connect(address: Broker, options: ConnectOptions) -> StreamClient:
+def connect(
+    address: Broker, options: ConnectOptions, clock: Callable[[], float] = time.monotonic
+) -> StreamClient:
     """An open connection, or `Unreachable`, `AuthenticationFailed`, `AccessRefused` or
     `ProtocolError`."""
-    return StreamClient(address, options, open_connection(address, options))
+    return StreamClient(address, options, open_connection(address, options, clock), clock)
 
 
 class StreamClient:
     """An open connection; `connect` makes it."""
 
-    def __init__(self, address: Broker, options: ConnectOptions, parts: OpenConnection) -> None:
+    def __init__(
+        self,
+        address: Broker,
+        options: ConnectOptions,
+        parts: OpenConnection,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         opened = parts.opened
         self.address = address
         """What was dialled."""
@@ -93,12 +101,13 @@ class StreamClient:
         each message and gives it back with the confirm, so what was in flight then costs it credit
         for good; a connection without any is read no more. New publishers belong on another."""
         self._options = options
+        self._clock = clock
         self._connection = parts.connection
         self._transport = parts.transport
         self._outgoing = parts.outgoing
         self._log = parts.log
         self._commands = opened.commands
-        self._heartbeats = Heartbeats(opened.heartbeat, time.monotonic())
+        self._heartbeats = Heartbeats(opened.heartbeat, clock())
         self._publishers = Attachments[PublisherHandler]("publishers", MAX_PUBLISHERS)
         self._subscribers = Attachments[SubscriberHandler]("subscriptions", MAX_SUBSCRIPTIONS)
         self._lock = threading.Lock()  # for the connection's requests, the waiters and the reason
@@ -162,7 +171,7 @@ class StreamClient:
         if threading.current_thread() is self._reading:
             raise LocalError("a handler can't wait for an answer: it would never be read")
         timeout = self._options.request_timeout if timeout is None else timeout
-        deadline = time.monotonic() + timeout
+        deadline = self._clock() + timeout
         waiter: Future[A] = Future()
         with self._lock:
             if self._reason is not None:
@@ -172,7 +181,7 @@ class StreamClient:
         try:
             # A short time-out must not end a connection that others use: unlike `send`.
             self._write((frame,), deadline)
-            answer = waiter.result(max(deadline - time.monotonic(), 0))
+            answer = waiter.result(max(deadline - self._clock(), 0))
         except (TimeoutError, TryLater):
             raise NoAnswerInTime(
                 f"{self.node} did not answer {request.name} within {timeout:g} s"
@@ -194,7 +203,7 @@ class StreamClient:
             return
         timeout = self._options.request_timeout if timeout is None else timeout
         try:
-            self._write(buffers, time.monotonic() + timeout)
+            self._write(buffers, self._clock() + timeout)
         except TryLater as error:
             self._end(ConnectionLost(f"the peer took nothing for {timeout:g} s"))
             raise self._lost() from error
@@ -209,14 +218,14 @@ class StreamClient:
         except ConnectionLost as error:
             self._end(error)
             raise self._lost() from error
-        self._heartbeats.sent(time.monotonic())
+        self._heartbeats.sent(self._clock())
 
     def _lost(self) -> ConnectionLost:
         return ConnectionLost(f"{self.node}: {self._reason}")
 
     def close(self, timeout: float = 5) -> None:
         """End the connection in order. Handlers that are still attached are told."""
-        deadline = time.monotonic() + timeout
+        deadline = self._clock() + timeout
         on_reading_thread = threading.current_thread() is self._reading
         self._closing = True
         if not on_reading_thread and not self.closed:
@@ -226,7 +235,7 @@ class StreamClient:
                 logger.debug("%s did not end in order: %s", self.node, error)
         self._end(_CLOSED_HERE)
         if not on_reading_thread:
-            self._reading.join(max(deadline - time.monotonic(), 0))
+            self._reading.join(max(deadline - self._clock(), 0))
 
     def _end(self, reason: RemoteError) -> None:
         """Note why, the first time; the reading thread does the rest."""
@@ -251,7 +260,7 @@ class StreamClient:
 
     def _read_once(self) -> None:
         count = self._transport.receive_into(self._connection.buffer())
-        now = time.monotonic()
+        now = self._clock()
         if count == 0:
             raise ConnectionLost("the peer ended the connection")
         if count is not None:
@@ -278,7 +287,7 @@ class StreamClient:
         if self._log:
             self._log.sent([frame])
         self._outgoing.post(frame)
-        self._heartbeats.sent(time.monotonic())
+        self._heartbeats.sent(self._clock())
 
     def _dispatch(self, events: Iterable[Event]) -> None:
         for event in events:

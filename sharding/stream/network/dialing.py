@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from sharding.errors import Unreachable
@@ -16,17 +17,22 @@ from sharding.stream.protocol import Broker
 
 _Address: TypeAlias = tuple[socket.AddressFamily, Any]
 """A family, and what it wants to be connected to."""
+_Clock: TypeAlias = Callable[[], float]
 
 
 def dial(
-    address: Broker, deadline: float, tls: ssl.SSLContext | None, server_name: str | None
+    address: Broker,
+    deadline: float,
+    tls: ssl.SSLContext | None,
+    server_name: str | None,
+    clock: _Clock = time.monotonic,
 ) -> Transport:
-    """A connection, over TLS if a context is given; `deadline` is a time of `time.monotonic`.
+    """A connection, over TLS if a context is given; `deadline` is a time of the `clock`.
 
     The certificate is checked against `server_name`, or else the host dialled. `PeerNotTrusted` if
     that fails, `Unreachable` otherwise.
     """
-    sock = _connected(address, deadline)
+    sock = _connected(address, deadline, clock)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is None:
@@ -34,21 +40,21 @@ def dial(
         sock = tls.wrap_socket(
             sock, server_hostname=server_name or address.host, do_handshake_on_connect=False
         )
-        _shake_hands(sock, address, deadline)
+        _shake_hands(sock, address, deadline, clock)
         return TlsTransport(sock)
     except BaseException:
         sock.close()
         raise
 
 
-def _connected(address: Broker, deadline: float) -> socket.socket:
+def _connected(address: Broker, deadline: float, clock: _Clock) -> socket.socket:
     """Tries every address of the name; one that hangs leaves the others their share of time."""
-    candidates = resolved(address, deadline)
+    candidates = resolved(address, deadline, clock)
     failures: list[str] = []
     for left, (family, where) in zip(range(len(candidates), 0, -1), candidates, strict=True):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            sock.settimeout(max((deadline - time.monotonic()) / left, 0.001))
+            sock.settimeout(max((deadline - clock()) / left, 0.001))
             sock.connect(where)
         except OSError as error:
             sock.close()
@@ -58,7 +64,7 @@ def _connected(address: Broker, deadline: float) -> socket.socket:
     raise Unreachable(f"no connection to {address}: {'; '.join(failures)}")
 
 
-def resolved(address: Broker, deadline: float) -> list[_Address]:
+def resolved(address: Broker, deadline: float, clock: _Clock = time.monotonic) -> list[_Address]:
     """The addresses of a name. The system's resolver takes no deadline, so a thread asks it."""
     answers: queue.SimpleQueue[list[_Address] | OSError | UnicodeError] = queue.SimpleQueue()
 
@@ -71,7 +77,7 @@ def resolved(address: Broker, deadline: float) -> list[_Address]:
 
     threading.Thread(target=ask, name=f"warren-resolve-{address.host}", daemon=True).start()
     try:
-        answer = answers.get(timeout=max(deadline - time.monotonic(), 0.001))
+        answer = answers.get(timeout=max(deadline - clock(), 0.001))
     except queue.Empty:
         raise Unreachable(f"the name {address.host!r} was not resolved in time") from None
     if isinstance(answer, Exception):
@@ -79,8 +85,8 @@ def resolved(address: Broker, deadline: float) -> list[_Address]:
     return answer
 
 
-def _shake_hands(sock: ssl.SSLSocket, address: Broker, deadline: float) -> None:
-    sock.settimeout(max(deadline - time.monotonic(), 0.001))  # for the whole of it
+def _shake_hands(sock: ssl.SSLSocket, address: Broker, deadline: float, clock: _Clock) -> None:
+    sock.settimeout(max(deadline - clock(), 0.001))  # for the whole of it
     try:
         sock.do_handshake()
     except ssl.SSLCertVerificationError as error:

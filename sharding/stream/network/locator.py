@@ -72,6 +72,7 @@ class Locator:
         *,
         retry_delay: float = 0.5,
         rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not addresses:
             raise InvalidInput("addresses", "at least one locator is needed", addresses)
@@ -80,6 +81,7 @@ class Locator:
         self._addresses = tuple(addresses)
         self._dial = dial
         self._retry_delay = retry_delay
+        self._clock = clock
         # Many clients with the same list should not all ask its first address.
         self._next = (rng or random.Random()).randrange(len(addresses))
         self._lock = threading.Lock()
@@ -98,12 +100,12 @@ class Locator:
         Raises a `StreamRefused`, `Unreachable`, and for what is no question `ConnectionLost` or
         `NoAnswerInTime` if it was sent and not answered.
         """
-        deadline = time.monotonic() + timeout
+        deadline = self._clock() + timeout
         # With one address a question gets a second connection too: the first may have been dead.
         tries = max(2, len(self._addresses)) if request.key in QUESTIONS else 1
         while True:
-            client = self.connect(deadline - time.monotonic())
-            left = max(0.0, deadline - time.monotonic())
+            client = self.connect(deadline - self._clock())
+            left = max(0.0, deadline - self._clock())
             share = max(left / tries, min(left, SILENCE))
             try:
                 return client.call(request, timeout=share)
@@ -111,7 +113,7 @@ class Locator:
                 if client.closed or share >= SILENCE:
                     self._give_up(client, error)
                 tries -= 1
-                if not tries or time.monotonic() >= deadline:
+                if not tries or self._clock() >= deadline:
                     raise
 
     def connect(self, timeout: float) -> StreamClient:
@@ -181,11 +183,11 @@ class Locator:
         A MetadataUpdate only comes on connections that have looked the leader up, and to ask for a
         stored offset does. It is not a question to fail over with: it is about this connection.
         """
-        deadline = time.monotonic() + timeout
+        deadline = self._clock() + timeout
         client = self.connect(timeout)
         try:
             client.call(
-                requests.QueryOffset(ARM_REFERENCE, stream), timeout=deadline - time.monotonic()
+                requests.QueryOffset(ARM_REFERENCE, stream), timeout=deadline - self._clock()
             )
         except (StreamNotFound, StreamUnavailable):
             return False
@@ -226,7 +228,7 @@ class Locator:
         return client
 
     def _dial_in_turn(self) -> StreamClient:
-        self._closing.wait(max(0.0, self._retry_at - time.monotonic()))
+        self._closing.wait(max(0.0, self._retry_at - self._clock()))
         failures: list[str] = []
         for _ in self._addresses:
             if self._closing.is_set():
@@ -241,7 +243,7 @@ class Locator:
                 logger.debug("locator %s: %s", address, error)
                 failures.append(f"{address}: {error}")
                 self._next = (self._next + 1) % len(self._addresses)
-        self._retry_at = time.monotonic() + self._retry_delay
+        self._retry_at = self._clock() + self._retry_delay
         raise Unreachable("no locator can be reached; " + "; ".join(failures))
 
     def _updated(self, stream: str, _code: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import sharding
@@ -53,8 +53,10 @@ class OpenConnection:
     """What arrived together with the end of the handshake."""
 
 
-def open_connection(address: Broker, options: ConnectOptions) -> OpenConnection:
-    deadline = time.monotonic() + options.connect_timeout
+def open_connection(
+    address: Broker, options: ConnectOptions, clock: Callable[[], float] = time.monotonic
+) -> OpenConnection:
+    deadline = clock() + options.connect_timeout
     log = wire_log(str(address), os.environ)
     connection = Connection(
         options.login,
@@ -68,10 +70,10 @@ def open_connection(address: Broker, options: ConnectOptions) -> OpenConnection:
         },
         log.received if log else None,
     )
-    transport = dial(address, deadline, options.tls, options.server_name)
+    transport = dial(address, deadline, options.tls, options.server_name, clock)
     try:
-        outgoing = Outgoing(transport)
-        opened, early = _shake_hands(connection, transport, outgoing, log, deadline)
+        outgoing = Outgoing(transport, clock)
+        opened, early = _shake_hands(connection, transport, outgoing, log, deadline, clock)
     except (ConnectionLost, TimeoutError, TryLater) as error:
         transport.close()
         raise Unreachable(
@@ -89,6 +91,7 @@ def _shake_hands(
     outgoing: Outgoing,
     log: WireLog | None,
     deadline: float,
+    clock: Callable[[], float],
 ) -> tuple[Opened, Sequence[Event]]:
     def send(frame: bytes) -> None:
         if log:
@@ -97,7 +100,7 @@ def _shake_hands(
 
     send(connection.begin())
     while True:
-        events = connection.received(_receive(connection, transport, deadline))
+        events = connection.received(_receive(connection, transport, deadline, clock))
         for number, event in enumerate(events, start=1):
             if isinstance(event, ToSend):
                 send(event.frame)
@@ -107,17 +110,19 @@ def _shake_hands(
                 return event, events[number:]
 
 
-def _receive(connection: Connection, transport: Transport, deadline: float) -> int:
+def _receive(
+    connection: Connection, transport: Transport, deadline: float, clock: Callable[[], float]
+) -> int:
     while True:
         count = transport.receive_into(connection.buffer())
         if count == 0:
             raise ConnectionLost("the peer ended the connection")
-        left = deadline - time.monotonic()
-        # A peer that sends drop by drop is not waited for either.
-        if left <= 0 or (count is None and not transport.wait(left, to_receive=True)):
+        left = deadline - clock()
+        if left <= 0:  # A peer that sends drop by drop is not waited for either.
             raise TimeoutError("the time is up")
         if count is not None:
             return count
+        transport.wait(left, to_receive=True)
 
 
 def closed_by_peer(event: ClosedByPeer) -> str:

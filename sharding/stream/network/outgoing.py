@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sharding.errors import TryLater
 from sharding.stream.errors import ConnectionLost, ProtocolError
@@ -27,14 +27,15 @@ MOST_POSTED = 1024  # 255 subscriptions may each be made active and inactive, an
 
 
 class Outgoing:
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
         self._transport = transport
+        self._clock = clock
         self._writing = threading.Lock()
         self._posted: deque[memoryview] = deque()
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
         """Write the buffers as one, after anyone else's."""
-        if not self._writing.acquire(timeout=max(deadline - time.monotonic(), 0)):
+        if not self._writing.acquire(timeout=max(deadline - self._clock(), 0)):
             raise TryLater("another thread's frames were not taken by the peer in time")
         try:
             self._write_posted(deadline)
@@ -104,7 +105,7 @@ class Outgoing:
             left = _without(left, self._transport.send(left))
 
     def _writable(self, deadline: float) -> bool:
-        return self._transport.wait(deadline - time.monotonic(), to_send=True)
+        return self._transport.wait(deadline - self._clock(), to_send=True)
 
 
 def _without(buffers: Sequence[Buffer], written: int) -> Sequence[Buffer]:

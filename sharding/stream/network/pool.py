@@ -51,6 +51,7 @@ class Pool:
         idle_timeout: float = 30.0,
         capacity: int = CAPACITY,
         rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if tries_per_node < 1:
             raise InvalidInput("tries_per_node", "must be at least 1", tries_per_node)
@@ -59,8 +60,15 @@ class Pool:
         self._idle_timeout = idle_timeout
         self._changed = threading.Condition()
         self._shelf = Shelf(capacity)
+        self._clock = clock
         self._searches = Searches(
-            dial, balancer, tries_per_node, rng or random.Random(), self._shelf, self._changed
+            dial,
+            balancer,
+            tries_per_node,
+            rng or random.Random(),
+            self._shelf,
+            self._changed,
+            clock,
         )
         self._counters: Counter[str] = Counter()
         self._closed = False
@@ -115,7 +123,7 @@ class Pool:
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
         """Close every connection, all at the same time; who waits for one gets an error."""
-        deadline = time.monotonic() + timeout
+        deadline = self._clock() + timeout
         with self._changed:
             self._closed = True
             clients = self._shelf.take_all()
@@ -123,8 +131,8 @@ class Pool:
         self._searches.close(timeout)
         with self._changed:
             clients += self._shelf.take_all()  # found while it was being closed
-        close_all(clients, max(0.0, deadline - time.monotonic()))
-        self._closer.join(max(0.0, deadline - time.monotonic()))
+        close_all(clients, max(0.0, deadline - self._clock()))
+        self._closer.join(max(0.0, deadline - self._clock()))
 
     def __repr__(self) -> str:
         return f"<Pool: {len(self._shelf)} connections>"
@@ -171,7 +179,7 @@ class Pool:
                 if failed and searches.are_hopeless(failed, candidates):
                     raise searches.failure(candidates, failed)
                 search = searches.join(role, candidates[len(failed)], search)
-                left = deadline - time.monotonic()
+                left = deadline - self._clock()
                 if left <= 0:
                     raise searches.failure(candidates, [*failed, search])
                 search.callers += 1
@@ -184,7 +192,7 @@ class Pool:
             with self._changed:
                 if self._closed:
                     return
-                now = time.monotonic()
+                now = self._clock()
                 idle = self._shelf.take_idle(now, self._idle_timeout)
                 self._counters["idle_closed"] += len(idle)
                 if not idle:

@@ -53,6 +53,7 @@ class Searches:
         rng: random.Random,
         shelf: Shelf,
         changed: threading.Condition,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._dial = dial
@@ -61,6 +62,7 @@ class Searches:
         self._rng = rng
         self._shelf = shelf
         self._changed = changed
+        self._clock = clock
         self._closing = threading.Event()
         self._under_way: dict[tuple[Role, Broker], Search] = {}
 
@@ -190,7 +192,7 @@ class Searches:
         with self._changed:
             closing = self._closing.is_set()
             if not closing:
-                self._shelf.add(client, node, role, time.monotonic())
+                self._shelf.add(client, node, role, self._clock())
                 self._changed.notify_all()
         if closing:
             client.close()
