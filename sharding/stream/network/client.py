@@ -286,8 +286,8 @@ class StreamClient:
     def _post(self, frame: bytes) -> None:
         if self._log:
             self._log.sent([frame])
+        self._heartbeats.sent(self._clock())  # noted before the peer can have seen it
         self._outgoing.post(frame)
-        self._heartbeats.sent(self._clock())
 
     def _dispatch(self, events: Iterable[Event]) -> None:
         for event in events:
