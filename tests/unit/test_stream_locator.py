@@ -33,7 +33,10 @@ from sharding.stream.network.client import StreamClient
 from sharding.stream.network.locator import ARM_REFERENCE, Locator
 from sharding.stream.protocol import Broker, Code
 from tests.cluster import wait_until
+from tests.hand_time import PATIENCE, HandClock
 from tests.unit.stream_fakes import FakeClient, as_client
+
+pytestmark = pytest.mark.timeout(PATIENCE)  # who waits for ever fails by this
 
 A, B, C = ADDRESSES = Broker("a", 5552), Broker("b", 5552), Broker("c", 5552)
 QUESTION = requests.Metadata(("s",))
@@ -45,6 +48,7 @@ class Network:
 
     def __init__(self) -> None:
         self.dialled: list[Broker] = []
+        self.dialled_at: list[float] = []
         self.clients: list[FakeClient] = []
         self.down: set[Broker] = set()
         self.failure: Exception | None = None
@@ -54,7 +58,8 @@ class Network:
 
     def dial(self, address: Broker) -> StreamClient:
         self.dialled.append(address)
-        assert self.may_connect.wait(5)
+        self.dialled_at.append(time.monotonic())
+        assert self.may_connect.wait(PATIENCE)
         if self.failure is not None:
             raise self.failure
         if address in self.down:
@@ -82,11 +87,11 @@ def locator_of(network: Network, *addresses: Broker, **options: Any) -> Iterator
     try:
         yield locator
     finally:
-        locator.close()
+        locator.close(PATIENCE)
     assert all(client.closed for client in network.clients)
 
 
-def answered_by(locator: Locator, timeout: float = 5) -> Any:
+def answered_by(locator: Locator, timeout: float = PATIENCE) -> Any:
     return locator.call(QUESTION, timeout)
 
 
@@ -103,7 +108,7 @@ def test_hundred_threads_share_one_dial() -> None:
     network.may_connect.clear()
     with locator_of(network) as locator, ThreadPoolExecutor(100) as threads:
         answers = [threads.submit(answered_by, locator) for _ in range(100)]
-        wait_until(lambda: network.dialled == [A], 5)
+        wait_until(lambda: network.dialled == [A], PATIENCE)
         network.may_connect.set()
         assert {answer.result() for answer in answers} == {A}
         assert network.dialled == [A]
@@ -163,27 +168,27 @@ def test_question_lost_on_the_way_is_put_to_the_next_address() -> None:
 
 
 def test_frozen_node_gets_its_share_of_the_time_and_is_given_up() -> None:
-    network = Network()
+    network, clock = Network(), HandClock()
     shares = []
 
     def frozen(request: Any, timeout: float) -> Any:
         shares.append(timeout)
+        clock.now += timeout - 1
         silence(request, timeout)
 
     network.answers[A] = network.answers[B] = frozen
-    with locator_of(network) as locator:
-        assert answered_by(locator, 9) == C
-        assert answered_by(locator, 9) == C
-        assert len(shares) == 2
-        assert shares[0] == pytest.approx(3, abs=0.5)
-        assert shares[1] == pytest.approx(4.5, abs=0.5)
-        wait_until(lambda: network.clients[0].closed, 5)
+    with locator_of(network, clock=clock) as locator:
+        assert answered_by(locator, 99) == C
+        assert answered_by(locator, 99) == C
+        assert shares == [99 / 3, (99 - 32) / 2]
+        wait_until(lambda: network.clients[0].closed, PATIENCE)
 
 
 def test_impatient_caller_does_not_cost_the_connection() -> None:
     network = Network()
     network.answers[A] = silence
     with locator_of(network) as locator:
+        locator.connect(PATIENCE)
         with pytest.raises(NoAnswerInTime):
             answered_by(locator, 0.1)
         assert not network.clients[0].closed
@@ -195,7 +200,7 @@ def test_what_changes_something_is_not_sent_twice() -> None:
     network.answers = dict.fromkeys(ADDRESSES, silence)
     with locator_of(network) as locator:
         with pytest.raises(NoAnswerInTime):
-            locator.call(admin_requests.Delete("s"), 5)
+            locator.call(admin_requests.Delete("s"), PATIENCE)
         assert sum(len(client.asked) for client in network.clients) == 1
 
 
@@ -208,7 +213,7 @@ def test_refusal_is_an_answer() -> None:
     network.answers[A] = refuse
     with locator_of(network) as locator:
         with pytest.raises(StreamNotFound):
-            locator.call(admin_requests.Delete("s"), 5)
+            locator.call(admin_requests.Delete("s"), PATIENCE)
         assert network.dialled == [A]
 
 
@@ -226,13 +231,15 @@ def test_unreachable_addresses_are_not_hammered() -> None:
     network.down = set(ADDRESSES)
     with locator_of(network, retry_delay=0.2) as locator, ThreadPoolExecutor(20) as threads:
 
-        def keep_asking(until: float) -> None:
-            while time.monotonic() < until:
+        def keep_asking(_: int) -> None:
+            while len(network.dialled) < 3 * 3:
                 with pytest.raises(Unreachable):
-                    answered_by(locator, until - time.monotonic())
+                    answered_by(locator)
 
-        list(threads.map(keep_asking, [time.monotonic() + 0.5] * 20))
-        assert len(network.dialled) <= 3 * 3
+        list(threads.map(keep_asking, range(20)))
+    first, second, third = (network.dialled_at[start : start + 3] for start in (0, 3, 6))
+    assert second[0] - first[-1] >= 0.2
+    assert third[0] - second[-1] >= 0.2
 
 
 def test_refused_login_is_told_at_once() -> None:
@@ -247,10 +254,9 @@ def test_caller_keeps_its_deadline_while_a_dial_hangs() -> None:
     network = Network()
     network.may_connect.clear()
     with locator_of(network) as locator:
-        began = time.monotonic()
         with pytest.raises(Unreachable, match="within"):
             answered_by(locator, 0.1)
-        assert time.monotonic() - began < 1
+        assert network.clients == [], "it was told before the dial came to an end"
         network.may_connect.set()
         assert answered_by(locator) == A, "the dial went on for the next caller"
         assert network.dialled == [A]
@@ -268,7 +274,7 @@ def test_metadata_says_what_is_there_what_has_no_leader_and_what_is_missing() ->
         ),
     )
     with locator_of(network) as locator:
-        assert locator.find_streams(["led", "electing", "away", "gone"], 5) == {
+        assert locator.find_streams(["led", "electing", "away", "gone"], PATIENCE) == {
             "led": StreamRoute("led", A, (B,)),
             "electing": StreamRoute("electing", None, (B,)),
             "away": StreamRoute("away", None),
@@ -289,11 +295,11 @@ def test_partitions_of_what_is_no_super_stream_are_missing() -> None:
 
     network.answers[A] = answer
     with locator_of(network) as locator:
-        assert locator.find_partitions("there", 5) == Partitions("there", ("p0", "p1"))
-        assert locator.find_partitions("gone", 5) == Missing("gone", Code.NO_SUCH_STREAM)
-        assert locator.find_partitions("an exchange", 5).__class__ is Missing
+        assert locator.find_partitions("there", PATIENCE) == Partitions("there", ("p0", "p1"))
+        assert locator.find_partitions("gone", PATIENCE) == Missing("gone", Code.NO_SUCH_STREAM)
+        assert locator.find_partitions("an exchange", PATIENCE).__class__ is Missing
         with pytest.raises(StreamUnavailable):
-            locator.find_partitions("away", 5)
+            locator.find_partitions("away", PATIENCE)
 
 
 def test_arming_looks_the_leader_up_and_pushes_are_passed_on() -> None:
@@ -309,8 +315,8 @@ def test_arming_looks_the_leader_up_and_pushes_are_passed_on() -> None:
     network.answers[A] = answer
     with locator_of(network) as locator:
         locator.on_update = told.append
-        assert locator.arm("s", 1)
-        assert not locator.arm("gone", 1)
+        assert locator.arm("s", PATIENCE)
+        assert not locator.arm("gone", PATIENCE)
         on_metadata_update = network.clients[0].on_metadata_update
         assert on_metadata_update is not None
         on_metadata_update("s", Code.STREAM_NOT_AVAILABLE)

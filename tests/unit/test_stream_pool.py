@@ -20,7 +20,10 @@ from sharding.stream.network.client import StreamClient
 from sharding.stream.network.pool import OwnConnections, Pool
 from sharding.stream.protocol import Broker, Code
 from tests.cluster import wait_until
+from tests.hand_time import PATIENCE, HandClock
 from tests.unit.stream_fakes import FakeClient, Handler, as_client, fake_of
+
+pytestmark = pytest.mark.timeout(PATIENCE)  # who waits for ever fails by this
 
 A, B, C = NODES = Broker("a", 5552), Broker("b", 5552), Broker("c", 5552)
 BALANCER = Broker("balancer", 5552)
@@ -37,20 +40,21 @@ class Network:
         self.failure: Exception | None = None
         self.may_connect = threading.Event()
         self.may_connect.set()
+        self.before_dial: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
 
     def dial(self, address: Broker) -> StreamClient:
         with self._lock:
+            self.before_dial()
             self.dialled.append(address)
             node = self.reach(address)
-        assert self.may_connect.wait(5)
+        assert self.may_connect.wait(PATIENCE)
         if self.failure is not None:
             raise self.failure
         if node in self.down:
             raise Unreachable(f"{address}: connection refused")
         client = FakeClient(address, node)
-        with self._lock:
-            self.clients.append(client)
+        self.clients.append(client)
         return as_client(client)
 
     @property
@@ -74,11 +78,11 @@ def pool_of(network: Network, **options: Any) -> Iterator[Pool]:
     try:
         yield pool
     finally:
-        pool.close()
+        pool.close(PATIENCE)
     assert network.open == [], "close leaves no connection"
 
 
-def soon(seconds: float = 5) -> float:
+def soon(seconds: float = PATIENCE) -> float:
     return time.monotonic() + seconds
 
 
@@ -128,7 +132,7 @@ def test_threads_that_want_the_same_node_share_one_dial() -> None:
     network.may_connect.clear()
     with pool_of(network) as pool, ThreadPoolExecutor(50) as threads:
         clients = [threads.submit(publish, pool, A) for _ in range(50)]
-        wait_until(lambda: pool.counters["shared"] == 49, 5)
+        wait_until(lambda: pool.counters["shared"] == 49, PATIENCE)
         network.may_connect.set()
         assert len({client.result() for client in clients}) == 1
         assert network.dialled == [A]
@@ -184,10 +188,9 @@ def test_caller_keeps_its_deadline_and_the_late_connection_serves_the_next() -> 
     network = Network()
     network.may_connect.clear()
     with pool_of(network) as pool:
-        began = time.monotonic()
         with pytest.raises(Unreachable, match="not connected in time"):
             pool.publisher(A, "s", Handler(), soon(0.1))
-        assert time.monotonic() - began < 1
+        assert network.clients == [], "it was told before the dial came to an end"
         network.may_connect.set()
         publish(pool, A)
         assert network.dialled == [A]
@@ -196,15 +199,25 @@ def test_caller_keeps_its_deadline_and_the_late_connection_serves_the_next() -> 
 # Idle
 
 
+def wait_for_looks(clock: HandClock, count: int) -> None:
+    """Until the pool has looked for idle connections; nobody else reads the clock meanwhile."""
+    before = clock.looks
+    wait_until(lambda: clock.looks >= before + count, PATIENCE)
+
+
 def test_idle_connection_is_closed_by_time_alone() -> None:
-    network = Network()
-    with pool_of(network, idle_timeout=0.1) as pool:
-        client, number = pool.publisher(A, "s", Handler(), soon())
-        time.sleep(0.3)  # three idle times
+    network, clock = Network(), HandClock()
+    with pool_of(network, idle_timeout=0.1, clock=clock) as pool:
+        client, number = pool.publisher(A, "s", Handler(), PATIENCE)
+        clock.now += 1  # ten idle times
+        wait_for_looks(clock, 2)  # the second one begins when the first has come to its end
         assert not client.closed, "it is in use"
         client.detach_publisher(number)
         pool.release(client)
-        wait_until(lambda: client.closed, 5)
+        wait_for_looks(clock, 2)
+        assert not client.closed, "it has only just become idle"
+        clock.now += 0.1
+        wait_until(lambda: client.closed, PATIENCE)
         assert pool.counters["idle_closed"] == 1
         assert publish(pool, A) is not client
 
@@ -213,17 +226,20 @@ def test_connection_whose_ids_the_broker_freed_is_closed_too() -> None:
     with pool_of(Network(), idle_timeout=0.1) as pool:
         client, number = pool.publisher(A, "s", Handler(), soon())
         client.detach_publisher(number)  # and nobody tells the pool
-        wait_until(lambda: client.closed, 5)
+        wait_until(lambda: client.closed, PATIENCE)
 
 
 def test_connection_used_again_is_not_idle_from_its_first_rest_on() -> None:
-    with pool_of(Network(), idle_timeout=0.4) as pool:
-        client, number = pool.publisher(A, "s", Handler(), soon())
+    clock = HandClock()
+    with pool_of(Network(), idle_timeout=10, clock=clock) as pool:
+        client, number = pool.publisher(A, "s", Handler(), PATIENCE)
         for _ in range(4):
             client.detach_publisher(number)
+            looks = clock.looks
             pool.release(client)
-            time.sleep(0.15)
-            again, number = pool.publisher(A, "s", Handler(), soon())
+            wait_until(lambda before=looks: clock.looks > before, PATIENCE)  # type: ignore[misc]
+            clock.now += 6
+            again, number = pool.publisher(A, "s", Handler(), PATIENCE)
             assert again is client
 
 
@@ -232,12 +248,15 @@ def test_close_ends_who_waits_and_closes_what_still_connects() -> None:
     network.may_connect.clear()
     with pool_of(network) as pool, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(publish, pool, A)
-        wait_until(lambda: bool(network.dialled), 5)
-        threading.Timer(0.05, network.may_connect.set).start()
-        pool.close()
+        wait_until(lambda: bool(network.dialled), PATIENCE)
+        closing = threading.Thread(target=pool.close, args=(PATIENCE,))
+        closing.start()
         with pytest.raises(LocalError, match="closed"):
-            waiting.result(5)
-    assert not any(thread.name == "warren-idle" for thread in threading.enumerate())
+            waiting.result(PATIENCE)
+        network.may_connect.set()
+        closing.join(PATIENCE)
+        assert [client.closed for client in network.clients] == [True]
+    assert not pool._closer.is_alive()
 
 
 # Behind a balancer
@@ -258,6 +277,13 @@ def test_twelve_leaders_wanted_at_once_take_two_connects_a_node_at_most() -> Non
     network = Network(in_turn(*NODES))
     leaders = [NODES[number % 3] for number in range(12)]
     with pool_of(network, balancer=BALANCER) as pool, ThreadPoolExecutor(12) as threads:
+
+        def has_what_was_found() -> bool:
+            all_are_there = len(network.clients) == len(network.dialled)
+            return all_are_there and repr(pool) == f"<Pool: {len(network.open)} connections>"
+
+        # A thread held up with the node that others look for would have them dial on.
+        network.before_dial = lambda: wait_until(has_what_was_found, PATIENCE)
         clients = list(threads.map(lambda leader: publish(pool, leader), leaders))
         assert [client.node for client in clients] == leaders
         assert len(network.dialled) <= 2 * len(NODES)
@@ -274,12 +300,13 @@ def test_connection_to_a_node_that_is_wanted_later_is_kept() -> None:
 
 
 def test_second_spare_of_a_node_is_closed_and_a_spare_nobody_wants_too_after_a_while() -> None:
-    network = Network(in_turn(A, A, A, B))
-    with pool_of(network, balancer=BALANCER, idle_timeout=0.2) as pool:
+    network, clock = Network(in_turn(A, A, A, B)), HandClock()
+    with pool_of(network, balancer=BALANCER, idle_timeout=0.2, clock=clock) as pool:
         publish(pool, B)
         assert [client.node for client in network.open] == [A, B]
         assert pool.counters["unwanted"] == 2
-        wait_until(lambda: [client.node for client in network.open] == [B], 5)
+        clock.now += 0.2
+        wait_until(lambda: [client.node for client in network.open] == [B], PATIENCE)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -293,10 +320,9 @@ def test_node_is_found_behind_a_balancer_that_deals_at_random(seed: int) -> None
 def test_balancer_that_reaches_one_node_gives_an_error_that_names_all() -> None:
     network = Network(in_turn(A))
     with pool_of(network, balancer=BALANCER, tries_per_node=6) as pool:
-        began = time.monotonic()
         with pytest.raises(NodeNotReached) as error:
-            pool.publisher(B, "s", Handler(), soon(30))
-        assert time.monotonic() - began < 5
+            pool.publisher(B, "s", Handler(), soon(100 * PATIENCE))
+        assert str(error.value.__cause__) == f"{B} was not reached", "the search ended by itself"
         assert error.value.wanted == (B,)
         assert error.value.seen == {A: 6}
         assert f"wanted {B} through the balancer {BALANCER}, reached {A} 6×" in str(error.value)
@@ -304,13 +330,19 @@ def test_balancer_that_reaches_one_node_gives_an_error_that_names_all() -> None:
 
 
 def test_deadline_ends_a_search_with_what_was_seen_so_far() -> None:
-    network = Network(in_turn(A))
-    with pool_of(network, balancer=BALANCER, tries_per_node=100) as pool:
-        began = time.monotonic()
+    clock = HandClock()
+
+    def reach(_: Broker) -> Broker:
+        clock.now += 4
+        return A
+
+    network = Network(reach)
+    with pool_of(network, balancer=BALANCER, tries_per_node=1_000, clock=clock) as pool:
         with pytest.raises(NodeNotReached) as error:
-            pool.publisher(B, "s", Handler(), soon(0.3))
-        assert time.monotonic() - began < 2
+            pool.publisher(B, "s", Handler(), deadline=10)
+        assert error.value.__cause__ is None, "the search went on until then"
         assert set(error.value.seen) == {A}
+        assert error.value.seen[A] >= 2
 
 
 def test_subscription_gets_its_first_choice_from_a_balancer_that_deals_in_turn() -> None:
@@ -321,10 +353,14 @@ def test_subscription_gets_its_first_choice_from_a_balancer_that_deals_in_turn()
 
 
 def test_subscription_takes_another_replica_before_long_if_its_first_choice_is_down() -> None:
-    network = Network(in_turn(A, B))
-    with pool_of(network, balancer=BALANCER) as pool:
-        assert subscribe(pool, C, B, A).node == B
-        assert len(network.dialled) <= 6
+    with pool_of(Network(in_turn(A, B)), balancer=BALANCER, tries_per_node=10_000) as pool:
+        assert subscribe(pool, C, B, A).node == B, "and not only when all tries are used up"
+    tries = Tries(10)
+    accepted = []
+    for node in (A, B, A, B, A, B):
+        tries.seen[node] += 1
+        accepted.append(tries.good_enough)
+    assert accepted == [1, 1, 1, 1, 2, 2]
 
 
 def test_search_that_nobody_waits_for_any_more_ends() -> None:
@@ -332,7 +368,9 @@ def test_search_that_nobody_waits_for_any_more_ends() -> None:
     with pool_of(network, balancer=BALANCER, tries_per_node=1_000) as pool:
         with pytest.raises(NodeNotReached):
             pool.publisher(B, "s", Handler(), soon(0.1))
-        wait_until(lambda: not any("warren-dial" in t.name for t in threading.enumerate()), 5)
+        wait_until(
+            lambda: not any("warren-dial" in t.name for t in threading.enumerate()), PATIENCE
+        )
 
 
 def test_subscription_takes_the_leader_only_when_no_replica_is_reached() -> None:
@@ -378,7 +416,7 @@ def test_a_subscription_with_a_connection_of_its_own_ends_it() -> None:
     network = Network()
     with pool_of(network, capacity=1) as pool:
         own = OwnConnections(pool)
-        deadline = time.monotonic() + 5
+        deadline = soon()
         (first, number), (second, _) = (
             own.subscriber([A], "s", Handler(), deadline) for _ in range(2)
         )

@@ -15,6 +15,7 @@ from sharding.stream.frames.requests import credit_frame, heartbeat_frame, publi
 from sharding.stream.frames.wire_log import VARIABLE, WireLog, described, wire_log
 from sharding.stream.network.client import ConnectOptions, connect
 from tests.fake_broker import FakeBroker
+from tests.hand_time import PATIENCE
 from tests.stream_frames import LOGIN, PASSWORD
 
 
@@ -34,7 +35,7 @@ def test_a_whole_connection_is_logged_without_its_password(
     monkeypatch.setattr(WireLog.__init__, "__defaults__", (logger,))
     monkeypatch.setenv(VARIABLE, "1")
     with FakeBroker() as broker:
-        client = connect(broker.address, ConnectOptions(LOGIN))
+        client = connect(broker.address, ConnectOptions(LOGIN, connect_timeout=PATIENCE))
         client.send(credit_frame(7, 10))
         client.close(0)
     lines = stderr.getvalue().splitlines()
