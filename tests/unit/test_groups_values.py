@@ -18,6 +18,7 @@ from sharding.groups.announcements import Announcement, Kind, Roster
 from sharding.groups.dead_letters import dead_letter_properties
 from sharding.groups.delivery import Dead, Why, first_line
 from sharding.groups.running import StopRequest, stopping_on_signals
+from tests.hand_time import PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_a_stop_is_heard_by_everybody_who_waits() -> None:
         each.start()
     request.ask()
     for each in waiting:
-        each.join(5)
+        each.join(PATIENCE)
     assert not any(each.is_alive() for each in waiting)
 
 

@@ -16,6 +16,7 @@ from sharding.counting import Sample, Subject, added_up, samples_of
 from sharding.metric_names import METRICS
 from sharding.stream.producing.report import Failure
 from sharding.stream.producing.report import Tally as StreamTally
+from tests.hand_time import PATIENCE
 from tests.machine import PROJECT
 
 
@@ -34,7 +35,7 @@ class Group:
 
 
 def scraped(port: int) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {
             (sample.name, tuple(sorted(sample.labels.items()))): sample.value

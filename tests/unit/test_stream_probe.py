@@ -11,6 +11,7 @@ from sharding.stream.consuming.data_loss import is_lost
 from sharding.stream.consuming.probe import PROBE_NAME, Ends, first_and_last, leader_ends
 from sharding.stream.errors import ConnectionLost, NoAnswerInTime
 from sharding.stream.frames.requests import Metadata, Subscribe
+from tests.hand_time import PATIENCE
 from tests.unit.fake_streams import A, FakeClient, FakeCluster, FakeStream
 
 
@@ -20,7 +21,7 @@ def client_of(*sizes: int, version: tuple[int, ...] = (4, 0, 5)) -> FakeClient:
     return FakeClient(A, stream, version)
 
 
-def probed(client: FakeClient, timeout: float = 5) -> Ends | None:
+def probed(client: FakeClient, timeout: float = PATIENCE) -> Ends | None:
     return first_and_last(cast(Any, client), "s", timeout)
 
 
@@ -84,18 +85,24 @@ def test_wait_for_the_last_chunk_ends() -> None:
     assert client.unsubscribed
 
 
+class LostWhileWaiting(NeverCommits):
+    def call(self, request: Any, timeout: float | None = None) -> Any:
+        answer = super().call(request, timeout)
+        if isinstance(request, Metadata):
+            threading.Timer(0.05, self.lose).start()
+        return answer
+
+
 def test_connection_that_is_lost_is_told() -> None:
     stream = FakeStream()
     stream.append(5, 3)
-    client = NeverCommits(A, stream)
-    threading.Timer(0.05, client.lose).start()
     with pytest.raises(ConnectionLost):
-        probed(client)
+        probed(LostWhileWaiting(A, stream))
 
 
 def test_leader_is_asked_and_its_connection_given_back() -> None:
     cluster = FakeCluster(5, 5)
-    assert leader_ends(cluster.access, "s", 5) == Ends(first=0, last=9, last_chunk=5)
+    assert leader_ends(cluster.access, "s", PATIENCE) == Ends(first=0, last=9, last_chunk=5)
     assert cluster.client.node == A
     assert not cluster.client.handlers
     assert cluster.released == [cluster.client]
@@ -110,4 +117,4 @@ def test_gap_is_a_loss_if_the_stream_begins_after_its_start(
 ) -> None:
     client = client_of(5, 5, 5, 5, version=version)
     client.stream.truncate(2)
-    assert is_lost(cast(Any, client), "s", gap, 5) is lost
+    assert is_lost(cast(Any, client), "s", gap, PATIENCE) is lost

@@ -42,6 +42,10 @@ from sharding.stream.producing.producer_options import ProducerOptions
 from sharding.stream.producing.report import NotStored, PerhapsNotStored
 from sharding.stream.producing.targets import Unroutable
 from sharding.stream.protocol import Broker, Code, Key
+from tests.cluster import wait_until
+from tests.hand_time import PATIENCE, HandRecovery
+
+pytestmark = pytest.mark.timeout(PATIENCE)  # who waits for ever fails by this
 
 LEADER = Broker("rmq0", 5552)
 Entry = tuple[int, bytes]
@@ -83,7 +87,7 @@ class FakeClient:
         if self.closed:
             raise ConnectionLost("closed")
         if self.world.gate is not None:
-            assert self.world.gate.wait(10)
+            assert self.world.gate.wait(PATIENCE)
         frame = b"".join(buffers)
         assert len(frame) <= self.frame_max
         publisher, entries = read_frame(frame)
@@ -207,26 +211,39 @@ def make(world: World) -> Iterator[Make]:
     recovery = Recovery()
     made: list[Producer] = []
 
-    def build(*streams: str, routing: Any = by_hash, **options: Any) -> Producer:
+    def build(
+        *streams: str, routing: Any = by_hash, later: HandRecovery | None = None, **options: Any
+    ) -> Producer:
+        """Where `later` is given, nothing happens by time but what it runs."""
         # An entry for each message, unless a test asks for more: most look at single messages.
         chosen = ProducerOptions(**{"linger": 0.001, "sub_entry_messages": 0, **options})
-        producer = Producer(streams or ("s",), routing, world, world, recovery, chosen)
+        producer = Producer(
+            streams or ("s",),
+            routing,
+            world,
+            world,
+            recovery if later is None else cast(Recovery, later),
+            chosen,
+            clock=time.monotonic if later is None else later.clock,
+        )
         made.append(producer)
         return producer
 
     yield build
     world.confirms = True
     for producer in made:
-        producer.close(timeout=0.2)
+        producer.close(timeout=0)
     recovery.close()
+
+
+@pytest.fixture
+def later() -> HandRecovery:
+    return HandRecovery()
 
 
 def eventually(condition: Callable[[], bool]) -> None:
     """Waits for what another thread does; a test that never gets there fails."""
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        threading.Event().wait(0.002)
+    wait_until(condition, PATIENCE)
 
 
 # Sending
@@ -237,7 +254,7 @@ def test_numbers_count_from_zero_over_all_ways_to_send(make: Make, world: World)
     assert [producer.send(b"a"), producer.send(b"b", key="k")] == [0, 1]
     assert producer.send_many([b"c", b"d"]) == range(2, 4)
     assert producer.send_encoded([encode_data(b"e")]) == range(4, 5)
-    report = producer.flush(5)
+    report = producer.flush(PATIENCE)
     assert (report.stored, report.refused, report.unknown) == (5, (), ())
     with_key = encode_message(b"b", key="k")
     a, *others = (encode_data(body) for body in (b"a", b"c", b"d", b"e"))
@@ -248,7 +265,7 @@ def test_properties_are_written(make: Make, world: World) -> None:
     producer = make()
     properties = Properties(message_id="m-1")
     producer.send(b"x", properties=properties, application_properties={"a": 1}, key=b"k")
-    producer.flush(5)
+    producer.flush(PATIENCE)
     expected = encode_message(b"x", key="k", properties=properties, application_properties={"a": 1})
     assert world.bodies() == [expected]
 
@@ -258,7 +275,7 @@ def test_a_mutable_body_is_copied(make: Make, world: World) -> None:
     body = bytearray(b"before")
     producer.send(body)
     body[:] = b"behind"
-    producer.flush(5)
+    producer.flush(PATIENCE)
     assert world.bodies() == [encode_data(b"before")]
 
 
@@ -271,7 +288,7 @@ def test_what_is_not_bytes_is_refused_before_anything_is_sent(
         producer.send(body)
     with pytest.raises(InvalidInput):
         producer.send_many([b"fine", body])
-    assert producer.flush(5).stored == 0
+    assert producer.flush(PATIENCE).stored == 0
     assert world.frames == []
 
 
@@ -281,7 +298,7 @@ def test_publishes_are_split_to_fit_the_frame_and_keep_their_order(
     producer = make(batch_messages=1_000)
     bodies = [bytes([n % 256]) * (n % 300) for n in range(2_500)]
     producer.send_many(bodies)
-    assert producer.flush(5).stored == 2_500
+    assert producer.flush(PATIENCE).stored == 2_500
     assert world.bodies() == list(map(encode_data, bodies))
     assert len(world.frames) > 30
 
@@ -297,22 +314,24 @@ def test_a_message_too_big_for_a_frame_is_refused_and_the_largest_is_sent(make: 
     ):
         with pytest.raises(InvalidInput, match="frame_max"):
             send()
-    assert producer.flush(5).stored == 1
+    assert producer.flush(PATIENCE).stored == 1
 
 
-def test_a_message_waits_no_longer_than_the_linger(make: Make, world: World) -> None:
-    producer = make(linger=0.02)
+def test_a_message_waits_no_longer_than_the_linger(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    producer = make(linger=0.02, later=later)
     producer.send(b"x")
+    later.run(0.019)
     assert world.frames == []
-    eventually(lambda: world.bodies() == [encode_data(b"x")])
+    later.run(0.001)
+    assert world.bodies() == [encode_data(b"x")]
 
 
 def test_flush_does_not_wait_for_the_linger(make: Make) -> None:
-    producer = make(linger=60)
+    producer = make(linger=100 * PATIENCE)
     producer.send(b"x")
-    begun = time.monotonic()
-    assert producer.flush(30).stored == 1
-    assert time.monotonic() - begun < 5
+    assert producer.flush(PATIENCE).stored == 1
 
 
 def test_a_full_batch_is_written_at_once(make: Make, world: World) -> None:
@@ -339,7 +358,7 @@ def test_sends_from_many_threads_keep_each_threads_order(make: Make, world: Worl
         thread.start()
     for thread in threads:
         thread.join()
-    assert producer.flush(10).stored == 1_600
+    assert producer.flush(PATIENCE).stored == 1_600
     seen: dict[int, list[int]] = {n: [] for n in range(4)}
     for message in world.bodies():
         thread, n = struct.unpack(">BH", message[5:])
@@ -363,7 +382,7 @@ def test_send_waits_for_room_and_then_is_refused(
     begun = time.monotonic()
     with pytest.raises(Overloaded, match="max_unconfirmed"):
         producer.send(b"y", timeout=0.05)
-    assert 0.05 <= time.monotonic() - begun < 2
+    assert time.monotonic() - begun >= 0.05
     assert is_retryable(Overloaded())
     report = producer.flush(0.05)
     assert (report.stored, report.unknown_count) == (0, 5)
@@ -375,15 +394,15 @@ def test_a_confirm_makes_room_for_who_waits(make: Make, world: World) -> None:
     producer = make(max_unconfirmed=3, linger=0)
     for _ in range(3):
         producer.send(b"x")
-    waiting = threading.Thread(target=producer.send, args=(b"y",), kwargs={"timeout": 10})
+    waiting = threading.Thread(target=producer.send, args=(b"y",), kwargs={"timeout": PATIENCE})
     waiting.start()
     handler, _ = world.clients[0].handlers[0]
     world.confirms = True
     handler.on_confirms((1,))
-    waiting.join(5)
+    waiting.join(PATIENCE)
     assert not waiting.is_alive()
     handler.on_confirms((2, 3))
-    assert producer.flush(5).stored == 4
+    assert producer.flush(PATIENCE).stored == 4
 
 
 def test_what_send_many_could_not_hand_over_is_reported_as_refused(
@@ -411,8 +430,8 @@ def test_a_broker_that_does_not_read_holds_up_only_who_writes(make: Make, world:
     with pytest.raises(Overloaded):
         producer.send(b"z", timeout=0.05)
     world.gate.set()
-    writing.join(5)
-    assert producer.flush(5).stored == 4
+    writing.join(PATIENCE)
+    assert producer.flush(PATIENCE).stored == 4
 
 
 # Outcomes
@@ -425,7 +444,7 @@ def test_refused_messages_are_named(make: Make, world: World) -> None:
     handler, _ = world.clients[0].handlers[0]
     handler.on_refusals([(2, Code.INTERNAL_ERROR)])
     handler.on_confirms((1, 3))
-    report = producer.flush(5)
+    report = producer.flush(PATIENCE)
     assert (report.stored, report.refused_count) == (2, 1)
     failure = report.refused[0]
     assert (failure.number, failure.stream, failure.publishing_id) == (1, "s", 2)
@@ -445,12 +464,12 @@ def test_flush_reports_what_has_no_outcome_in_time_and_later_its_outcome(
     with pytest.raises(PerhapsNotStored):
         report.raise_for_failures()
     world.clients[0].handlers[0][0].on_confirms((1,))
-    assert producer.flush(5).stored == 1
+    assert producer.flush(PATIENCE).stored == 1
 
 
 def test_leaving_a_with_block_raises_what_is_not_stored(make: Make, world: World) -> None:
     world.confirms = False
-    producer = make(confirm_timeout=0.05, recovery_timeout=0.01)
+    producer = make(linger=0, confirm_timeout=0.05, recovery_timeout=0.01)
     with pytest.raises(PerhapsNotStored), producer:  # noqa: PT012
         world.always = ConnectionLost("down")
         producer.send(b"x")
@@ -458,7 +477,7 @@ def test_leaving_a_with_block_raises_what_is_not_stored(make: Make, world: World
 
 def test_leaving_a_with_block_hides_no_other_error(make: Make, world: World) -> None:
     world.confirms = False
-    producer = make(confirm_timeout=0.05, recovery_timeout=0.01)
+    producer = make(linger=0, confirm_timeout=0.05, recovery_timeout=0.01)
     with pytest.raises(ZeroDivisionError), producer:  # noqa: PT012
         world.always = ConnectionLost("down")
         producer.send(b"x")
@@ -470,7 +489,7 @@ def test_close_flushes_and_reports_and_logs_what_is_unknown(
 ) -> None:
     producer = make(linger=60)
     producer.send(b"x")
-    assert producer.close(5).stored == 1
+    assert producer.close(PATIENCE).stored == 1
     with pytest.raises(LocalError, match="closed"):
         producer.send(b"y")
     assert producer.close().stored == 0
@@ -499,7 +518,7 @@ def test_an_unnamed_producer_never_sends_twice(make: Make, world: World) -> None
     producer.send(b"c")
     world.confirms = True
     world.lose()
-    report = producer.flush(5)
+    report = producer.flush(PATIENCE)
     assert [failure.number for failure in report.unknown] == [0, 1]
     assert isinstance(report.unknown[0].reason, OutcomeUnknown)
     assert not is_retryable(report.unknown[0].reason)
@@ -520,7 +539,7 @@ def test_a_named_producer_sends_the_unconfirmed_again_in_order_before_anything_n
     world.frames.clear()
     world.confirms = True
     world.lose()
-    assert producer.flush(5).stored == 5
+    assert producer.flush(PATIENCE).stored == 5
     sent = [number for _, entries in world.frames for number, _ in entries]
     assert sent == [2, 3, 4, 5]
     assert world.bodies() == list(map(encode_data, (b"a", b"b", b"c", b"d", b"e")))
@@ -552,7 +571,7 @@ def test_news_of_an_earlier_connection_is_ignored(make: Make, world: World) -> N
     earlier.on_lost(ConnectionLost("again"))
     present, _ = world.clients[1].handlers[0]
     present.on_confirms((2,))
-    report = producer.flush(1)
+    report = producer.flush(PATIENCE)
     assert (report.stored, report.refused_count) == (1, 0)
     assert [failure.number for failure in report.unknown] == [0]
 
@@ -562,7 +581,7 @@ def test_a_connection_that_does_not_answer_is_replaced(make: Make, world: World)
     producer = make()
     assert [client.closed for client in world.clients] == [True, False]
     producer.send(b"x")
-    assert producer.flush(5).stored == 1
+    assert producer.flush(PATIENCE).stored == 1
 
 
 def test_odd_answers_during_a_recovery_are_tried_again(make: Make, world: World) -> None:
@@ -574,7 +593,7 @@ def test_odd_answers_during_a_recovery_are_tried_again(make: Make, world: World)
     ]
     world.lose()
     producer.send(b"x")
-    assert producer.flush(10).stored == 1
+    assert producer.flush(PATIENCE).stored == 1
     assert world.failures == []
     assert producer.counters["recoveries"] == 1
     assert "s" in world.suspected
@@ -589,7 +608,7 @@ def test_a_producer_whose_stream_was_deleted_fails(make: Make, world: World) -> 
     producer.send(b"not sent")
     world.always = StreamNotFound("Metadata", Code.NO_SUCH_STREAM, "s")
     world.lose()
-    report = producer.flush(10)
+    report = producer.flush(PATIENCE)
     assert [failure.number for failure in report.unknown] == [0]
     assert [failure.number for failure in report.refused] == [1]
     assert isinstance(report.refused[0].reason, StreamNotFound)
@@ -600,12 +619,14 @@ def test_a_producer_whose_stream_was_deleted_fails(make: Make, world: World) -> 
         producer.send_many([b"x"])
 
 
-def test_recovery_gives_up_after_its_time(make: Make, world: World) -> None:
-    producer = make(name="p", recovery_timeout=0.2)
+def test_recovery_gives_up_after_its_time(make: Make, world: World, later: HandRecovery) -> None:
+    producer = make(name="p", recovery_timeout=20, later=later)
     world.always = ConnectionLost("down")
     world.lose()
+    later.run(19.9)
     producer.send(b"x")
-    report = producer.flush(10)
+    later.run(0.1)
+    report = producer.flush(0)
     assert report.refused_count == 1
     with pytest.raises(ConnectionLost):
         producer.send(b"y")
@@ -620,17 +641,20 @@ def test_messages_sent_during_an_outage_are_kept_up_to_the_bound(make: Make, wor
     with pytest.raises(Overloaded):
         producer.send(b"y", timeout=0.02)
     world.always = None
-    assert producer.flush(10).stored == 3
+    assert producer.flush(PATIENCE).stored == 3
 
 
 def test_an_overdue_confirm_makes_a_named_producer_connect_anew_and_send_again(
-    make: Make, world: World
+    make: Make, world: World, later: HandRecovery
 ) -> None:
     world.confirms = False
-    producer = make(name="p", linger=0, confirm_timeout=0.05)
+    producer = make(name="p", linger=0, confirm_timeout=30, later=later)
     producer.send(b"x")
     world.confirms = True
-    assert producer.flush(5).stored == 1
+    later.run(29.9)
+    assert len(world.frames) == 1
+    later.run(0.1)
+    assert producer.flush(0).stored == 1
     assert [type(call) for call in world.calls].count(DeletePublisher) == 1
     assert len(world.bodies()) == 1
 
@@ -639,40 +663,41 @@ def test_an_overdue_confirm_is_unknown_to_an_unnamed_producer(make: Make, world:
     world.confirms = False
     producer = make(linger=0, confirm_timeout=0.05)
     producer.send(b"x")
-    report = producer.flush(5)
+    report = producer.flush(PATIENCE)
     assert report.unknown_count == 1
     assert "no confirm within" in str(report.unknown[0].reason)
     assert len(world.frames) == 1
 
 
-def test_a_partition_that_never_confirms_again_fails_in_the_end(make: Make, world: World) -> None:
+def test_a_partition_that_never_confirms_again_fails_in_the_end(
+    make: Make, world: World, later: HandRecovery
+) -> None:
     world.confirms = False
-    producer = make(name="p", linger=0, confirm_timeout=0.03, recovery_timeout=0.2)
+    producer = make(name="p", linger=0, confirm_timeout=3, recovery_timeout=20, later=later)
     producer.send(b"x")
-    assert producer.flush(5).unknown_count == 1
+    later.run(3 + 20 + 3)  # it is asked for last within the time, and then waited for
+    assert producer.flush(0).unknown_count == 1
     assert 2 < len(world.frames) < 10
     with pytest.raises(NoAnswerInTime):
         producer.send(b"y")
-    eventually(lambda: world.clients[0].declared == {})
+    later.run()
+    assert world.clients[0].declared == {}
 
 
 def test_a_publisher_that_is_lost_again_and_again_is_not_opened_in_a_tight_loop(
-    make: Make, world: World
+    make: Make, world: World, later: HandRecovery
 ) -> None:
     world.confirms = False
-    producer = make(name="p", linger=0, recovery_timeout=0.4)
+    producer = make(name="p", linger=0, recovery_timeout=4, later=later)
     producer.send(b"x")
-    began = time.monotonic()
-    while time.monotonic() < began + 5:
-        if world.clients[-1].handlers:
-            world.lose()
-        try:
-            producer.send(b"y", timeout=0.01)
-        except ConnectionLost:
-            break
-        threading.Event().wait(0.001)
-    assert time.monotonic() - began < 3
-    assert len(world.clients) < 12
+    with pytest.raises(ConnectionLost):  # noqa: PT012
+        while later.now < 50:
+            if world.clients[-1].handlers:
+                world.lose()
+            later.run(0.01)
+            producer.send(b"y")
+    assert 4 <= later.now < 4.1
+    assert 2 < len(world.clients) < 12
 
 
 def test_a_closed_environment_fails_its_producers(world: World) -> None:
@@ -682,7 +707,7 @@ def test_a_closed_environment_fails_its_producers(world: World) -> None:
     producer.send(b"x")
     recovery.close()
     world.lose()
-    report = producer.flush(5)
+    report = producer.flush(PATIENCE)
     assert report.refused_count == 1
     assert "environment is closed" in str(report.refused[0].reason)
 
@@ -699,7 +724,7 @@ def test_a_named_producer_goes_on_after_the_last_id_of_each_partition(
     for key in "0100":
         producer.send(b"x", key=key)
     assert producer.last_publishing_ids == {"s-0": 44, "s-1": 8}
-    producer.flush(5)
+    producer.flush(PATIENCE)
     assert world.last_ids == {("p", "s-0"): 44, ("p", "s-1"): 8}
 
 
@@ -714,7 +739,7 @@ def test_explicit_ids_must_rise(make: Make, world: World) -> None:
         producer.send_many([b"b", b"c"], publishing_ids=[7, 7])
     producer.send_many([b"b", b"c"], publishing_ids=[101, 200])
     producer.send(b"d")
-    assert producer.flush(5).stored == 4
+    assert producer.flush(PATIENCE).stored == 4
     assert [number for number, _ in world.frames[0][1]] == [5, 101, 200, 201]
     assert len(world.bodies()) == 3
     with pytest.raises(InvalidInput):
@@ -745,7 +770,7 @@ def test_a_sub_entry_batch_has_the_id_of_its_last_message_and_is_sent_again_as_i
     eventually(lambda: len(world.frames) == 1)
     world.confirms = True
     world.lose()
-    assert producer.flush(5).stored == 10
+    assert producer.flush(PATIENCE).stored == 10
     first, again = ([number for number, _ in entries] for _, entries in world.frames)
     assert first == again == [4, 8, 10]
     assert len(world.bodies()) == 3
@@ -764,7 +789,7 @@ def test_messages_share_entries_where_none_needs_an_id_or_a_filter_of_its_own(
     producer = make(sub_entry_messages=None, linger=60)
     producer.send_many([b"%d" % n for n in range(600)])
     producer.send(b"keyed", key="k")
-    assert producer.flush(5).stored == 601
+    assert producer.flush(PATIENCE).stored == 601
     ((_, entries),) = world.frames
     assert [number for number, _ in entries] == [250, 500, 601]
     last = b"".join(
@@ -783,7 +808,7 @@ def test_large_messages_have_entries_of_their_own(make: Make, world: World) -> N
     producer = make(sub_entry_messages=None, linger=60)
     bodies = [b"x" * 9_000, b"y" * 8_000, b"z" * 5_000]
     producer.send_many(bodies)
-    assert producer.flush(5).stored == 3
+    assert producer.flush(PATIENCE).stored == 3
     assert world.bodies() == list(map(encode_data, bodies))
 
 
@@ -792,7 +817,7 @@ def test_filter_values_are_sent_with_version_2(make: Make, world: World) -> None
     producer.send(b"a", filter_value="de")
     producer.send(b"b")
     producer.send_many([b"c", b"d"], filter_values=["fr", None])
-    assert producer.flush(5).stored == 4
+    assert producer.flush(PATIENCE).stored == 4
     assert world.bodies() == list(map(encode_data, (b"a", b"b", b"c", b"d")))
 
 
@@ -815,7 +840,7 @@ def test_keys_go_to_their_partition_by_hash(make: Make, world: World) -> None:
     for key in keys[:100]:
         producer.send(key.encode(), key=key)
     producer.send_many([key.encode() for key in keys[100:]], keys[100:])
-    assert producer.flush(5).stored == 200
+    assert producer.flush(PATIENCE).stored == 200
     for n, stream in enumerate(streams):
         mine = [key for key in keys if murmur3(key) % 5 == n]
         assert world.bodies(stream) == [encode_message(k.encode(), key=k) for k in mine]
@@ -858,7 +883,7 @@ def test_the_broker_may_route_a_key_to_none_one_or_several_partitions(
     with pytest.raises(Unroutable, match="'mars'"):
         producer.send(b"3", key="mars")
     assert producer.send_many([b"4", b"5"], ["mars", "eu"]) == range(4, 6)
-    report = producer.flush(5)
+    report = producer.flush(PATIENCE)
     assert (report.stored, [failure.number for failure in report.refused]) == (6, [4])
     assert [len(world.bodies(stream)) for stream in ("s-0", "s-1")] == [5, 1]
     assert locator.asked == ["eu", "all", "mars"]
@@ -886,10 +911,10 @@ def test_a_partition_that_is_away_does_not_hold_up_the_others(make: Make, world:
     with pytest.raises(Overloaded):
         producer.send(b"x", key="0", timeout=0.01)
     for _ in range(10):
-        producer.send(b"y", key="1", timeout=1)
+        producer.send(b"y", key="1", timeout=PATIENCE)
     eventually(lambda: len(world.bodies("s-1")) == 10)
     world.always = None
-    assert producer.flush(5).stored == 12
+    assert producer.flush(PATIENCE).stored == 12
 
 
 def test_a_producer_that_can_not_be_opened_leaves_nothing_behind(make: Make, world: World) -> None:

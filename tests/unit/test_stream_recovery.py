@@ -6,13 +6,14 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from sharding.stream.network.recovery import SHORT_WORKERS, Recovery
+from tests.cluster import wait_until
+from tests.hand_time import PATIENCE, HandClock
 
 
 @pytest.fixture
@@ -22,20 +23,21 @@ def recovery() -> Iterator[Recovery]:
     made.close()
 
 
-def test_jobs_run_when_they_are_due_and_in_that_order(recovery: Recovery) -> None:
+def test_jobs_run_when_they_are_due_and_in_that_order() -> None:
+    clock = HandClock()
+    recovery = Recovery(clock=clock)
     ran: list[str] = []
-    done = threading.Event()
-    begun = time.monotonic()
-
-    def late() -> None:
-        ran.append("late")
-        done.set()
-
-    recovery.schedule(0.06, late)
+    recovery.schedule(0.06, lambda: ran.append("late"))
     recovery.soon(0.02, lambda: ran.append("early"))
-    assert done.wait(5)
-    assert ran == ["early", "late"]
-    assert time.monotonic() - begun >= 0.06
+    for now, expected in ((0.019, []), (0.02, ["early"]), (0.059, ["early"])):
+        clock.now = now
+        looks = clock.looks + 2  # the second one begins when what the first found due was started
+        wait_until(lambda enough=looks: clock.looks >= enough, PATIENCE)  # type: ignore[misc]
+        wait_until(lambda wanted=expected: ran == wanted, PATIENCE)  # type: ignore[misc]
+        assert recovery.waiting == 2 - len(expected)
+    clock.now = 0.06
+    wait_until(lambda: ran == ["early", "late"], PATIENCE)
+    recovery.close(PATIENCE)
 
 
 def test_a_cancelled_job_does_not_run_and_is_freed(recovery: Recovery) -> None:
@@ -56,9 +58,9 @@ def test_jobs_that_wait_do_not_hold_up_short_ones(recovery: Recovery) -> None:
     release = threading.Event()
     done = threading.Event()
     for _ in range(10):
-        recovery.schedule(0, lambda: (release.wait(5), None)[1])
+        recovery.schedule(0, lambda: (release.wait(2 * PATIENCE), None)[1])
     recovery.soon(0.01, done.set)
-    assert done.wait(5)
+    assert done.wait(PATIENCE)
     release.set()
 
 
@@ -73,34 +75,34 @@ def test_a_job_that_fails_harms_no_other(
     for _ in range(SHORT_WORKERS + 1):
         recovery.soon(0, fail)
     recovery.soon(0.01, done.set)
-    assert done.wait(5)
+    assert done.wait(PATIENCE)
     assert "a background job failed" in caplog.text
 
 
 def test_threads_are_bounded_and_start_when_needed() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # threads that others left may end meanwhile
     recovery = Recovery(workers=3)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     release = threading.Event()
     started = threading.Semaphore(0)
 
     def job() -> None:
         started.release()
-        release.wait(5)
+        release.wait(PATIENCE)
 
     for _ in range(50):
         recovery.schedule(0, job)
     for _ in range(3):
-        assert started.acquire(timeout=5)
-    assert threading.active_count() == before + 3
+        assert started.acquire(timeout=PATIENCE)
+    assert len(set(threading.enumerate()) - before) == 3
     release.set()
-    recovery.close()
-    assert threading.active_count() == before
+    recovery.close(PATIENCE)
+    assert set(threading.enumerate()) <= before
 
 
 def test_after_close_nothing_is_started(recovery: Recovery) -> None:
     ran: list[int] = []
-    recovery.schedule(0.05, lambda: ran.append(1))
+    recovery.schedule(60, lambda: ran.append(1))
     recovery.close()
     assert recovery.schedule(0, lambda: ran.append(2)).cancelled
     assert recovery.soon(60, lambda: ran.append(3)).cancelled
@@ -118,13 +120,9 @@ def test_an_idle_thread_holds_nothing_of_its_last_job(recovery: Recovery) -> Non
     held = Held()
     watched = weakref.ref(held)
     recovery.schedule(0, held.job)
-    assert held.done.wait(5)
+    assert held.done.wait(PATIENCE)
     del held
-    deadline = time.monotonic() + 5
-    while watched() is not None and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-        gc.collect()
-    assert watched() is None
+    wait_until(lambda: gc.collect() >= 0 and watched() is None, PATIENCE)
 
 
 def test_a_recovery_left_open_does_not_keep_the_process_alive() -> None:
@@ -132,6 +130,6 @@ def test_a_recovery_left_open_does_not_keep_the_process_alive() -> None:
         "import threading\n"
         "from sharding.stream.network.recovery import Recovery\n"
         "r = Recovery(); e = threading.Event()\n"
-        "r.schedule(0, e.set); r.schedule(3600, e.set); e.wait(5)\n"
+        "r.schedule(0, e.set); r.schedule(3600, e.set); e.wait()\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
