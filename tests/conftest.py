@@ -7,6 +7,7 @@ import re
 from collections.abc import Generator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
 from tests.cluster import DEFAULT_VERSION, Cluster, NotOurs, boots
@@ -19,6 +20,16 @@ from tests.support.run_report import POOL, is_worker
 from tests.support.scheduling import ByGroup, in_order
 
 OLDEST_VERSION = "3.10"
+
+# The same examples in every run, however slow the machine: a failure is a change of the code.
+settings.register_profile(
+    "the same every time",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("the same every time")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,6 +15,7 @@ from sharding.groups.aio_workshop import AioWorkshop
 from sharding.groups.delivery import Dead, Done, GivenBack, Outcome
 from sharding.groups.workshop import Handler, Workshop
 from tests.cluster import wait_until
+from tests.hand_time import PATIENCE, run_without_waiting
 
 QUICK = Retry(attempts=2, first_delay=0.001, jitter=0)
 
@@ -31,7 +32,7 @@ class Ends:
             workshop.submit(name[0], delivery, lambda end, name=name: self.told.put((name, end)))  # type: ignore[misc]  # mypy can't type a default
 
     def take(self, count: int) -> dict[str, Outcome]:
-        return dict(self.told.get(timeout=10) for _ in range(count))
+        return dict(self.told.get(timeout=PATIENCE) for _ in range(count))
 
 
 def workshop(handler: Handler, **options: Any) -> Workshop:
@@ -39,12 +40,12 @@ def workshop(handler: Handler, **options: Any) -> Workshop:
 
 
 def test_handlers_run_side_by_side_up_to_the_parallelism() -> None:
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=PATIENCE)
     ends = Ends()
     shop = workshop(lambda _: together.wait(), parallelism=3)
     ends.submit(shop, "a1", "b1", "c1")
     assert ends.take(3) == dict.fromkeys(("a1", "b1", "c1"), Done())
-    assert shop.stop(5)
+    assert shop.stop(PATIENCE)
 
 
 def test_a_key_is_never_at_work_twice() -> None:
@@ -63,7 +64,7 @@ def test_a_key_is_never_at_work_twice() -> None:
     ends.submit(shop, *(f"{key}{number}" for number in range(50) for key in "abc"))
     ends.take(150)
     assert clashes == []
-    assert shop.stop(5)
+    assert shop.stop(PATIENCE)
 
 
 def test_even_an_exit_in_a_handler_is_only_a_failure() -> None:
@@ -77,13 +78,13 @@ def test_even_an_exit_in_a_handler_is_only_a_failure() -> None:
     assert isinstance(dead, Dead)
     assert dead.error == "SystemExit: 3"
     dead.buried()
-    assert shop.stop(5)
+    assert shop.stop(PATIENCE)
 
 
 def test_after_the_end_everything_is_given_back() -> None:
     ends = Ends()
     shop = workshop(lambda _: None)
-    assert shop.stop(5)
+    assert shop.stop(PATIENCE)
     ends.submit(shop, "a1")
     assert ends.take(1) == {"a1": GivenBack()}
 
@@ -91,21 +92,21 @@ def test_after_the_end_everything_is_given_back() -> None:
 def test_a_released_shard_is_told_when_its_last_handler_returns() -> None:
     let_go, released = threading.Event(), threading.Event()
     ends = Ends()
-    shop = workshop(lambda _: let_go.wait(10))
+    shop = workshop(lambda _: let_go.wait(PATIENCE))
     ends.submit(shop, "a1", "a2")
-    wait_until(lambda: shop.counters["running"] == 1, 10)
+    wait_until(lambda: shop.counters["running"] == 1, PATIENCE)
     shop.release("s", released.set)
     assert ends.take(1) == {"a2": GivenBack()}
     assert not released.is_set()
     let_go.set()
-    assert released.wait(10)
+    assert released.wait(PATIENCE)
     assert ends.take(1) == {"a1": Done()}
     ends.submit(shop, "a3")
     assert ends.take(1) == {"a3": GivenBack()}
     shop.accept("s")
     ends.submit(shop, "a4")
     assert ends.take(1) == {"a4": Done()}
-    assert shop.stop(5)
+    assert shop.stop(PATIENCE)
 
 
 def test_an_owner_that_fails_ends_no_thread() -> None:
@@ -117,18 +118,18 @@ def test_an_owner_that_fails_ends_no_thread() -> None:
     shop.submit("a", Delivery(b"", "a", "s"), fail)
     ends.submit(shop, "b1")
     assert ends.take(1) == {"b1": Done()}
-    assert shop.stop(5)
+    assert shop.stop(PATIENCE)
 
 
 def test_stopping_does_not_wait_longer_than_it_may() -> None:
     let_go = threading.Event()
     ends = Ends()
-    shop = workshop(lambda _: let_go.wait(10))
+    shop = workshop(lambda _: let_go.wait(PATIENCE))
     ends.submit(shop, "a1")
-    wait_until(lambda: shop.counters["running"] == 1, 10)
+    wait_until(lambda: shop.counters["running"] == 1, PATIENCE)
     assert not shop.stop(0.05)
     let_go.set()
-    assert shop.stop(5)
+    assert shop.stop(PATIENCE)
 
 
 def test_a_lease_that_ran_out_holds_messages_until_it_is_renewed() -> None:
@@ -139,25 +140,25 @@ def test_a_lease_that_ran_out_holds_messages_until_it_is_renewed() -> None:
     ends.submit(shop, "b1", shard="t")
     assert ends.take(1) == {"b1": Done()}
     assert shop.counters["in_hand"] == 1
-    shop.set_lease("s", time.monotonic() + 60)
+    shop.set_lease("s", time.monotonic() + 10 * PATIENCE)
     assert ends.take(1) == {"a1": Done()}
-    assert shop.stop(5)
+    assert shop.stop(PATIENCE)
 
 
 def test_hanging_handlers_are_replaced_and_bounded() -> None:
     let_go, failed = threading.Event(), threading.Event()
     ends = Ends()
     options = GroupOptions(retry=QUICK, handler_timeout=0.05, max_lost_threads=1)
-    shop = Workshop(lambda _: let_go.wait(10), options, on_failure=failed.set)
+    shop = Workshop(lambda _: let_go.wait(PATIENCE), options, on_failure=failed.set)
     ends.submit(shop, "a1", "b1", "c1")
     for _ in range(2):
         [(_, dead)] = ends.take(1).items()
         assert isinstance(dead, Dead)
         dead.buried()
-    assert failed.wait(10)
+    assert failed.wait(PATIENCE)
     assert "2 handlers hang, 1 are borne" in str(shop.failure)
     let_go.set()
-    shop.stop(5)
+    shop.stop(PATIENCE)
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
@@ -192,9 +193,9 @@ def test_asynchronous_handlers_keep_the_same_promises(stubborn: bool) -> None:
         assert reasons == {"b1": ("failed", 2), "c1": ("timeout", 1)}
         assert {n for n, e in told.items() if e == Done()} == {"a1", "a2", "b2"}
         assert shop.counters["lost_threads"] == (1 if stubborn else 0)
-        assert await shop.stop(5)
+        assert await shop.stop(PATIENCE)
 
-    asyncio.run(main())
+    run_without_waiting(main())
 
 
 def test_asynchronous_handlers_are_cancelled_when_stopping_takes_too_long() -> None:
@@ -219,4 +220,4 @@ def test_asynchronous_handlers_are_cancelled_when_stopping_takes_too_long() -> N
         assert cancelled
         assert ends.take(1) == {"a2": GivenBack()}
 
-    asyncio.run(main())
+    run_without_waiting(main())

@@ -100,7 +100,7 @@ def add(held: OwnRows, rows: Sequence[Row]) -> None:
     held.add(messages, keys, pa.record_batch([pa.array(places, pa.int64())], names=["place"]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 5), st.binary(max_size=2)),

@@ -12,6 +12,8 @@ from sharding.errors import Unreachable
 from sharding.stream.consuming.inbox import Inbox, Lane, Taken
 from tests.hand_time import PATIENCE
 
+pytestmark = pytest.mark.timeout(PATIENCE)  # who waits for ever fails by this
+
 
 def chunk(size: int = 10) -> memoryview:
     return memoryview(bytes(size))
@@ -207,7 +209,7 @@ def test_chunk_wakes_who_waits() -> None:
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=20)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(SIZES, st.lists(st.sampled_from(["send", "take", "reconnect", "late"]), max_size=40))
 def test_whatever_happens_every_offset_is_taken_once_and_in_order(
     sizes: list[int], steps: list[str]

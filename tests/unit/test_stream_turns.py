@@ -18,17 +18,17 @@ from sharding.groups.delivery import Dead, Delivery
 from sharding.groups.options import Retry
 from sharding.groups.stream_changes import Begins, Changes, Ends, Lost
 from sharding.groups.stream_counts import Counts
-from sharding.groups.stream_options import StreamGroupOptions
+from sharding.groups.stream_options import MAX_HANDOVER, StreamGroupOptions
 from sharding.groups.stream_partition import PartitionReader, Shared
 from sharding.groups.workshop import Workshop
 from sharding.stream.consuming.inbox import Inbox, Lane
 from sharding.stream.errors import StreamNotFound, refusal
 from sharding.stream.protocol import NEXT, Code, OffsetSpec
 from tests.cluster import wait_until
+from tests.hand_time import PATIENCE
 from tests.unit.fake_streams import FakeCluster
 
 COUNTED = ("taken", "released", "lost", "late_handovers", "losses", "stores", "dead_lettered")
-PATIENCE = 10
 
 
 class Burials:
@@ -62,7 +62,9 @@ class Worker:
         self.let_go = threading.Event()
         self.burials = Burials()
         self._slow = slow
-        chosen = StreamGroupOptions(store_every_seconds=1e6, **options)
+        chosen = StreamGroupOptions(
+            **{"store_every_seconds": 1e6, "handover_timeout": MAX_HANDOVER, **options}
+        )
         self.workshop = Workshop(self._handle, chosen)
         self.counts = Counts(COUNTED)
         self.shared = Shared(
@@ -89,6 +91,11 @@ class Worker:
     def take_turn(self) -> None:
         self.client.make_active(0, True)
         wait_until(lambda: self.reader.active, PATIENCE)
+
+    def wait_for_work(self, in_hand: int) -> None:
+        """Until the slow message is at work, and so many with it are submitted."""
+        assert self.begun.wait(PATIENCE)
+        wait_until(lambda: self.workshop.counters["in_hand"] == in_hand, PATIENCE)
 
     def _handle(self, delivery: Delivery) -> None:
         offset = cast(int, delivery.offset)
@@ -124,7 +131,7 @@ def test_the_answer_waits_for_what_is_at_work_and_the_offset_is_stored_before_it
 ) -> None:
     worker = make(10)
     worker.take_turn()
-    assert worker.begun.wait(PATIENCE)
+    worker.wait_for_work(in_hand=7)
     stored_at_answer: list[int | None] = []
     asked = worker.client.handlers[0].on_activity(False)
     asked.add_done_callback(lambda _: stored_at_answer.append(worker.stored))
@@ -133,6 +140,7 @@ def test_the_answer_waits_for_what_is_at_work_and_the_offset_is_stored_before_it
     worker.let_go.set()
     assert asked.result(PATIENCE) == NEXT
     assert worker.handled == [0, 1, 2, 3], "what was not begun is another's"
+    wait_until(lambda: stored_at_answer, PATIENCE)  # a future wakes who waits before it calls back
     assert stored_at_answer == [3]
     wait_until(lambda: not worker.reader.active, PATIENCE)
     assert worker.counts.all()["released"] == 1
@@ -141,7 +149,7 @@ def test_the_answer_waits_for_what_is_at_work_and_the_offset_is_stored_before_it
 def test_a_handler_that_takes_too_long_is_not_waited_for(make: Callable[..., Worker]) -> None:
     worker = make(10, handover_timeout=0.2)
     worker.take_turn()
-    assert worker.begun.wait(PATIENCE)
+    worker.wait_for_work(in_hand=7)
     asked = worker.client.handlers[0].on_activity(False)
     assert asked.result(PATIENCE) == NEXT
     assert worker.stored == 2, "the one at work is not passed"
@@ -166,7 +174,7 @@ def test_a_new_turn_goes_on_after_what_others_stored_and_after_what_was_handled_
 def test_a_lost_connection_ends_the_turn_without_storing(make: Callable[..., Worker]) -> None:
     worker = make(10)
     worker.take_turn()
-    assert worker.begun.wait(PATIENCE)
+    worker.wait_for_work(in_hand=7)
     stored = worker.stored
     worker.client.lose()
     wait_until(lambda: worker.workshop.counters["requeued"] == 6, PATIENCE)
