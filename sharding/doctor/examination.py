@@ -15,7 +15,7 @@ from sharding.doctor import balancers, nodes, permissions, reaching, trying, ver
 from sharding.doctor.cluster_view import ClusterSeen, look_at
 from sharding.doctor.findings import Finding, problem, warning
 from sharding.doctor.places import Place, Protocol
-from sharding.doctor.probing import probe
+from sharding.doctor.probing import probe, who_answers
 from sharding.doctor.reaching import Reached
 from sharding.errors import WarrenError
 from sharding.naming import check_logical_name, check_name
@@ -103,7 +103,7 @@ def check_balancers(patient: Patient) -> list[Finding]:
         if own:
             seen = Counter([reached.node])
         else:
-            seen = balancers.deal(count, partial(_who_answers, place, patient.timeout))
+            seen = balancers.deal(count, partial(who_answers, place, patient.timeout))
         findings += balancers.judge(balancers.Dealt(place, seen, own), count)
     return findings
 
@@ -167,10 +167,6 @@ def _careful(check: Callable[[Patient], list[Finding]], patient: Patient) -> lis
         found = f"the check failed: {type(error).__name__}"
         fix = "Try again; if it stays, report it with the log at the level DEBUG."
         return [problem(name, "the doctor", "an answer", found, fix)]
-
-
-def _who_answers(place: Place, timeout: float) -> str:
-    return probe(place, timeout).node
 
 
 def _is(reached: Reached, protocol: Protocol) -> bool:

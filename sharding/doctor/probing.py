@@ -23,11 +23,22 @@ from sharding.stream.errors import (
     ConnectionLost,
     PeerNotTrusted,
 )
+from sharding.stream.frames.handshake import PeerProperties
 from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.network.dialing import dial, resolved
 from sharding.stream.network.transport import Transport
 
-_HELLO = b"AMQP\x00\x00\x09\x01"
+# A management port that is sent no whole line hangs up after 5 s, without a word: just when a
+# question's usual time is up, so it was taken for a silent broker or a stranger by chance. With the
+# end of an HTTP request in the greeting it answers 400 at once. A broker does not mind: to AMQP it
+# is the begin of a frame, to streams a part of a name.
+_END_OF_HTTP = "\r\n\r\n"
+_GREETINGS = {
+    Protocol.AMQP: b"AMQP\x00\x00\x09\x01" + _END_OF_HTTP.encode(),
+    Protocol.STREAMS: PeerProperties({"connection_name": "warren doctor" + _END_OF_HTTP}).encode(1),
+}
+_FIRST_BYTES = {Protocol.AMQP: b"\x01", Protocol.STREAMS: b"\x00"}
+"""Of the answer: a frame of the type method, and the size of a frame that is no giant."""
 _TLS_ALERT = b"\x15\x03"
 _LOGIN_REFUSED, _VHOST_REFUSED = 403, 530
 _QUESTIONS = 4
@@ -51,7 +62,7 @@ def probe(place: Place, timeout: float) -> Reached:
     except (PeerNotTrusted, Unreachable) as error:
         return Reached(place, Step.TLS, str(error))
     try:
-        stranger = _stranger(transport, timeout) if place.protocol is Protocol.AMQP else None
+        stranger = _stranger(transport, place.protocol, timeout)
     except TimeoutError as error:
         return Reached(place, Step.ANSWER, str(error))
     except ConnectionLost as error:
@@ -63,23 +74,34 @@ def probe(place: Place, timeout: float) -> Reached:
     return _PROBES[place.protocol](place, timeout)
 
 
-def _stranger(transport: Transport, timeout: float) -> str | None:
-    """What answers an AMQP greeting, if it is no AMQP broker."""
+def who_answers(place: Place, timeout: float) -> str:
+    """The node that a connection to a place which works ends at; "" if it does not work now.
+
+    One connection and no more: a balancer that deals them out in turn would always give one of two
+    nodes the first and the other the second.
+    """
+    return _PROBES[place.protocol](place, timeout).node
+
+
+def _stranger(transport: Transport, protocol: Protocol, timeout: float) -> str | None:
+    """What answers a greeting, if it is no broker that speaks the protocol; HTTP has none."""
+    if protocol not in _GREETINGS:
+        return None
     deadline = time.monotonic() + timeout
-    transport.send([_HELLO])
+    transport.send([_GREETINGS[protocol]])
     buffer = bytearray(8)
     while (count := transport.receive_into(memoryview(buffer))) is None:
         left = deadline - time.monotonic()
         if left <= 0 or not transport.wait(left, to_receive=True):
-            raise TimeoutError(f"no answer to AMQP's greeting within {timeout:g} s")
+            raise TimeoutError(f"no answer to the greeting of {protocol} within {timeout:g} s")
     answer = bytes(buffer[:count])
-    if answer.startswith(b"\x01"):
+    if answer.startswith(_FIRST_BYTES[protocol]):
         return None
     if answer.startswith(_TLS_ALERT):
         return "the port speaks TLS, and the URL does not"
     if not answer:
-        return "the connection was ended at AMQP's greeting"
-    return f"an answer that is not AMQP 0-9-1's: {answer!r}"
+        return f"the connection was ended at the greeting of {protocol}"
+    return f"an answer in another protocol than {protocol}: {answer!r}"
 
 
 # AMQP
