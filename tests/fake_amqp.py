@@ -10,7 +10,7 @@ import pika.frame
 import pika.spec
 from pika.exceptions import AMQPError
 
-from tests.hand_time import PATIENCE
+from tests.cluster.waiting import PATIENCE
 
 
 class FakeAmqp:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from sharding.stream.protocol import Broker, Key
-from tests.hand_time import PATIENCE
+from tests.cluster.waiting import PATIENCE
 from tests.stream_frames import handshake
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from sharding.stream.handlers import ActivityAnswer
 from sharding.stream.network.client import StreamClient
 from sharding.stream.protocol import OffsetSpec
-from tests.hand_time import PATIENCE
+from tests.cluster.waiting import PATIENCE
 
 
 class Recorder:

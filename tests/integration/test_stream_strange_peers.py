@@ -20,8 +20,8 @@ from sharding.stream.errors import AuthenticationFailed, PeerNotTrusted, Protoco
 from sharding.stream.network.client import ConnectOptions, Login, connect
 from sharding.stream.protocol import FIRST, Broker, Key, OffsetSpec
 from tests.certificates import Authority, server_context
+from tests.cluster.waiting import PATIENCE
 from tests.fake_broker import FakeBroker, Peer
-from tests.hand_time import PATIENCE
 from tests.stream_frames import LOGIN, PASSWORD, answer, frame, handshake, strings
 
 pytestmark = pytest.mark.timeout(PATIENCE)  # "in time" fails by this: peers here hang for ever

@@ -18,7 +18,7 @@ from sharding.groups.announcements import Announcement, Kind, Roster
 from sharding.groups.dead_letters import dead_letter_properties
 from sharding.groups.delivery import Dead, Why, first_line
 from sharding.groups.running import StopRequest, stopping_on_signals
-from tests.hand_time import PATIENCE
+from tests.cluster.waiting import PATIENCE
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from sharding.groups.aio_workshop import AioWorkshop
 from sharding.groups.delivery import Dead, Done, GivenBack, Outcome
 from sharding.groups.workshop import Handler, Workshop
 from tests.cluster import wait_until
-from tests.hand_time import PATIENCE, run_without_waiting
+from tests.cluster.waiting import PATIENCE
+from tests.support.hand_time import run_without_waiting
 
 QUICK = Retry(attempts=2, first_delay=0.001, jitter=0)
 

@@ -16,7 +16,7 @@ from sharding.counting import Sample, Subject, added_up, samples_of
 from sharding.metric_names import METRICS
 from sharding.stream.producing.report import Failure
 from sharding.stream.producing.report import Tally as StreamTally
-from tests.hand_time import PATIENCE
+from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 
 

@@ -25,7 +25,8 @@ from sharding.stream.errors import (
 )
 from sharding.stream.protocol import Broker, Code
 from tests.cluster import wait_until
-from tests.hand_time import PATIENCE, HandClock
+from tests.cluster.waiting import PATIENCE
+from tests.support.hand_time import HandClock
 
 pytestmark = pytest.mark.timeout(PATIENCE)  # who waits for ever fails by this
 

@@ -21,8 +21,8 @@ from sharding.stream.frames.admin_requests import Create, StreamStats
 from sharding.stream.frames.requests import QueryOffset, activity_answer_frame, credit_frame
 from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.protocol import Broker, Code, Key, OffsetSpec
+from tests.cluster.waiting import PATIENCE
 from tests.fake_broker import FakeBroker, Peer
-from tests.hand_time import PATIENCE
 from tests.stream_frames import CHUNK, CLOSE, PUSHED, answer, frame
 from tests.stream_recorder import Recorder, attached
 

@@ -14,10 +14,11 @@ from sharding.stream.frames.requests import activity_answer_frame, credit_frame
 from sharding.stream.network import outgoing
 from sharding.stream.network.client import ConnectOptions, StreamClient, connect
 from sharding.stream.protocol import Key, OffsetSpec
+from tests.cluster.waiting import PATIENCE
 from tests.fake_broker import FakeBroker, Peer
-from tests.hand_time import PATIENCE, HandClock
 from tests.stream_frames import PUSHED, frame
 from tests.stream_recorder import Recorder, attached
+from tests.support.hand_time import HandClock
 
 pytestmark = pytest.mark.timeout(PATIENCE)  # who waits longer than it was told to fails by this
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sharding.errors import Unreachable
 from sharding.stream.consuming.inbox import Inbox, Lane, Taken
-from tests.hand_time import PATIENCE
+from tests.cluster.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(PATIENCE)  # who waits for ever fails by this
 

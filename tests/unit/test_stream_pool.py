@@ -20,7 +20,8 @@ from sharding.stream.network.client import StreamClient
 from sharding.stream.network.pool import OwnConnections, Pool
 from sharding.stream.protocol import Broker, Code
 from tests.cluster import wait_until
-from tests.hand_time import PATIENCE, HandClock
+from tests.cluster.waiting import PATIENCE
+from tests.support.hand_time import HandClock
 from tests.unit.stream_fakes import FakeClient, Handler, as_client, fake_of
 
 pytestmark = pytest.mark.timeout(PATIENCE)  # who waits for ever fails by this

@@ -11,7 +11,7 @@ from sharding.stream.consuming.data_loss import is_lost
 from sharding.stream.consuming.probe import PROBE_NAME, Ends, first_and_last, leader_ends
 from sharding.stream.errors import ConnectionLost, NoAnswerInTime
 from sharding.stream.frames.requests import Metadata, Subscribe
-from tests.hand_time import PATIENCE
+from tests.cluster.waiting import PATIENCE
 from tests.unit.fake_streams import A, FakeClient, FakeCluster, FakeStream
 
 

@@ -43,7 +43,8 @@ from sharding.stream.producing.report import NotStored, PerhapsNotStored
 from sharding.stream.producing.targets import Unroutable
 from sharding.stream.protocol import Broker, Code, Key
 from tests.cluster import wait_until
-from tests.hand_time import PATIENCE, HandRecovery
+from tests.cluster.waiting import PATIENCE
+from tests.support.hand_time import HandRecovery
 
 pytestmark = pytest.mark.timeout(PATIENCE)  # who waits for ever fails by this
 

@@ -13,7 +13,8 @@ import pytest
 
 from sharding.stream.network.recovery import SHORT_WORKERS, Recovery
 from tests.cluster import wait_until
-from tests.hand_time import PATIENCE, HandClock
+from tests.cluster.waiting import PATIENCE
+from tests.support.hand_time import HandClock
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from sharding.stream.consuming.inbox import Inbox, Lane
 from sharding.stream.errors import StreamNotFound, refusal
 from sharding.stream.protocol import NEXT, Code, OffsetSpec
 from tests.cluster import wait_until
-from tests.hand_time import PATIENCE
+from tests.cluster.waiting import PATIENCE
 from tests.unit.fake_streams import FakeCluster
 
 COUNTED = ("taken", "released", "lost", "late_handovers", "losses", "stores", "dead_lettered")

@@ -14,8 +14,8 @@ from sharding.stream.frames.handshake import SaslAuthenticate
 from sharding.stream.frames.requests import credit_frame, heartbeat_frame, publish_header
 from sharding.stream.frames.wire_log import VARIABLE, WireLog, described, wire_log
 from sharding.stream.network.client import ConnectOptions, connect
+from tests.cluster.waiting import PATIENCE
 from tests.fake_broker import FakeBroker
-from tests.hand_time import PATIENCE
 from tests.stream_frames import LOGIN, PASSWORD
 
 

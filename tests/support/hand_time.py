@@ -13,8 +13,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-PATIENCE = 60.0
-
 
 class HandClock:
     """Stands still until a test moves it; `looks` counts how often it was read."""
