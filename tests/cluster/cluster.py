@@ -291,7 +291,12 @@ class Cluster:
         members = _members(node.management)
         running = {member["name"] for member in members if member.get("running")}
         parted = any(member.get("partitions") for member in members)
-        return running == self._expected and not parted and serves(node.endpoint)
+        return (
+            running == self._expected
+            and not parted
+            and serves(node.endpoint)
+            and _listed(node.management) >= self._expected
+        )
 
     def _node(self, endpoint: Endpoint) -> Node:
         there = replace(endpoint, vhost=self.vhost)
@@ -314,6 +319,15 @@ def _members(management: Management) -> list[dict[str, Any]]:
     except NoAnswer:
         return []
     return members
+
+
+def _listed(management: Management) -> set[str]:
+    """The nodes whose listeners a node knows: it learns of them last, some after they answer."""
+    try:
+        listeners = management.get("overview", timeout=5).get("listeners", [])
+    except NoAnswer:
+        return set()
+    return {each["node"] for each in listeners if each["protocol"] == "amqp"}
 
 
 def _serves_vhost(management: Management, vhost: str, nodes: set[str]) -> bool:

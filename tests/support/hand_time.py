@@ -67,7 +67,7 @@ class HandRecovery:
         self.now = until
 
 
-class _NoWaiting(selectors.DefaultSelector):  # type: ignore[valid-type,misc]  # differs by system
+class _NoWaiting(selectors.DefaultSelector):
     """Says at once that the time to wait has passed."""
 
     def __init__(self) -> None:
