@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +18,10 @@ import pytest
 from sharding.doctor import Finding, Verdict, examine, places_from
 from tests.certificates import Authority, server_context
 from tests.cluster import Cluster, Node, wait_until
+from tests.cluster.cluster import PLUGINS
 from tests.cluster.pool import Pool
 from tests.fake_amqp import FakeAmqp
-from tests.fake_broker import FakeBroker
+from tests.fake_broker import FakeBroker, Peer
 from tests.machine import PROJECT
 
 SECRET = "c4nary"
@@ -117,7 +120,8 @@ def test_wrong_port_is_found(cluster: Cluster) -> None:
         "port", "protocol", "port", "port", "protocol", "protocol",
     ]  # fmt: skip
     # What it says when it is asked; left alone it hangs up after 5 s, as long as a question takes.
-    assert all("HTTP/1.1" in found[number].found for number in (1, 4))
+    assert "HTTP/1.1" in found[1].found
+    assert "HTTP/1.1" in found[4].found
     assert "5672" in found[0].fix
     assert "rabbitmq_stream" in found[3].fix
 
@@ -169,8 +173,9 @@ def test_balancer_that_leads_to_one_node_only_is_found(cluster: Cluster) -> None
 
         # Who opened two connections for each look would always see the same one of two.
         found = findings([even.endpoint.amqp_url], management, [even.endpoint.stream_url])
-        wrong = [finding for finding in found if finding.check == "balancer"]
-        assert all("led to 2 of 3 nodes" in finding.found for finding in wrong)
+        over_amqp, over_streams = (finding for finding in found if finding.check == "balancer")
+        assert "led to 2 of 3 nodes" in over_amqp.found
+        assert "led to 2 of 3 nodes" in over_streams.found
 
         found = findings([wide.endpoint.amqp_url], management, [wide.endpoint.stream_url])
         right = [finding for finding in found if finding.check == "balancer"]
@@ -216,11 +221,18 @@ def test_broker_that_is_too_old_is_found() -> None:
     assert problems(found)["version"].found == "3.9.29"
 
 
-@pytest.mark.timeout(60)  # it is given up, or never
+def silent_until_left(peer: Peer) -> None:
+    """Hangs up at last on who is still there: it is found to be no broker then, and not silent."""
+    peer.socket.settimeout(PATIENCE)
+    with suppress(TimeoutError):
+        peer.drain()
+    peer.socket.shutdown(socket.SHUT_RDWR)
+
+
 @pytest.mark.parametrize("scheme", ["amqp", "rabbitmq-stream"])
 def test_silent_peer_is_given_up_in_time(scheme: str) -> None:
     with FakeBroker() as silent:
-        silent.on_connect = lambda _: None
+        silent.on_connect = silent_until_left
         host, port = silent.address
         url = f"{scheme}://guest:{SECRET}@{host}:{port}"
         amqp, streams = ([url], []) if scheme == "amqp" else ([], [url])
@@ -251,21 +263,27 @@ def test_advertised_name_that_does_not_resolve_is_found(lonely: Node) -> None:
     assert "stream.advertised_host" in found["reach"].fix
 
 
-@pytest.mark.cluster
-def test_streams_that_are_not_enabled_are_found(lonely: Node) -> None:
-    # As `rabbitmq-plugins disable` does it: the file, and then the node is told.
-    lonely.driver.ctl(
+def enable_only(node: Node, *plugins: str) -> None:
+    """As `rabbitmq-plugins` does it: the file, and then the node is told."""
+    node.driver.ctl(
         "eval",
         "File = rabbit_plugins:enabled_plugins_file(),"
-        ' ok = file:write_file(File, <<"[rabbitmq_management].">>), rabbit_plugins:ensure(File).',
+        f' ok = file:write_file(File, <<"[{",".join(plugins)}].">>), rabbit_plugins:ensure(File).',
     )
-    wait_until(
-        lambda: all(
-            listener["protocol"] != "stream"
-            for listener in lonely.management.get("overview")["listeners"]
-        ),
-        30,
-    )
-    found = problems(all_of(lonely))
+
+
+@pytest.mark.cluster
+def test_streams_that_are_not_enabled_are_found(lonely: Node) -> None:
+    enable_only(lonely, "rabbitmq_management")
+    try:
+        wait_until(
+            lambda: all(
+                listener["protocol"] != "stream"
+                for listener in lonely.management.get("overview")["listeners"]
+            )
+        )
+        found = problems(all_of(lonely))
+    finally:
+        enable_only(lonely, *PLUGINS)
     assert "rabbitmq-plugins enable rabbitmq_stream" in found["streams"].fix
     assert "rabbitmq-plugins enable rabbitmq_stream" in found["port"].fix
