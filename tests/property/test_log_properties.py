@@ -24,6 +24,8 @@ GARBAGE = st.binary(max_size=20) | st.sampled_from(
     [b"{}", b"null", b'{"format":1}', b'{"format":1,"base":0}', b'{"format":1,"base":0,"state":{}}']
 )
 
+MAPS = [queue_map("ab"), queue_map("abc"), stream_map(2)]
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -37,7 +39,7 @@ class Entry:
 def proposals(draw: st.DrawFn, seen: State) -> State:
     """What a writer that knows `seen` may want next."""
     policy = Policy(draw(st.sampled_from("ab")), "^images$", draw(st.integers(1, 1000)))
-    shard_map = draw(st.sampled_from([queue_map("ab"), queue_map("abc"), stream_map(2)]))
+    shard_map = draw(st.sampled_from(MAPS))
     return draw(
         st.sampled_from(
             [
@@ -54,6 +56,7 @@ def proposals(draw: st.DrawFn, seen: State) -> State:
 def logs(draw: st.DrawFn) -> list[Entry]:
     writers = [0] * draw(st.integers(2, 4))  # how many records each has read
     log: list[Entry] = []
+    states = [State()]  # what who has read so many records knows
     for _ in range(draw(st.integers(0, 25))):
         kind = draw(st.sampled_from(["propose"] * 6 + ["cut", "repeat", "forge", "garbage"]))
         if kind == "garbage" or (kind in {"cut", "repeat"} and not log):
@@ -69,9 +72,9 @@ def logs(draw: st.DrawFn) -> list[Entry]:
         else:
             writer = draw(st.integers(0, len(writers) - 1))
             writers[writer] = draw(st.integers(writers[writer], len(log)))
-            seen = replay(entry.record for entry in log[: writers[writer]])
-            proposal = draw(proposals(seen))
+            proposal = draw(proposals(states[writers[writer]]))
             log.append(Entry(encode(proposal), proposal))
+        states.append(apply(states[-1], log[-1].record).state)
     return log
 
 
