@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING, cast
 
 import pika
@@ -39,6 +38,7 @@ class Courier:
     ) -> None:
         self._publisher = publisher
         self._routing = publisher._routing
+        self._clock = publisher._clock
         self._exchange = shard_map.exchange if publisher._by_exchange else ""
         self._ledger = ledger
         self._loop = IOLoop()
@@ -107,7 +107,7 @@ class Courier:
         if shard_map is not None:
             self._ledger.follow(shard_map)
             self._follow_exchange(shard_map)
-        now = time.monotonic()
+        now = self._clock()
         self._ledger.expire(now, lambda node: self._link(node).trouble or "the node is slow")
         for node, link in self._links.items():
             flight = self._ledger.flight(node)
@@ -212,7 +212,7 @@ class Courier:
     # What the links tell.
 
     def on_ready(self, link: NodeLink) -> None:
-        self._patience[link.node] = time.monotonic() + UNBLOCKED_PATIENCE
+        self._patience[link.node] = self._clock() + UNBLOCKED_PATIENCE
         self._pump(link)
 
     def on_idle(self, link: NodeLink) -> None:

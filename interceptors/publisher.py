@@ -83,6 +83,9 @@ class ShardedPublisher:
     channel and leave the outcome of everything else on it unknown.
     """
 
+    _clock: Callable[[], float] = staticmethod(time.monotonic)
+    """In whose seconds `confirm_timeout` is counted; a test has its own."""
+
     def __init__(
         self,
         routing: Routing,
@@ -200,7 +203,7 @@ class ShardedPublisher:
             self._next_number = number + 1
             self._used += 1
             self._used_bytes += size
-            deadline = time.monotonic() + self._confirm_timeout
+            deadline = self._clock() + self._confirm_timeout
             self._inbox.append(Message(number, key, shard, shard_map, body, encoded, deadline))
             wake = not self._woken
             self._woken = True

