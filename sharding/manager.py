@@ -135,10 +135,12 @@ class Manager:
             try:
                 session = await self._plane.open_at(member.node)
             except Unreachable as error:
-                self._note(f"{error}; its shards are left as they are")
-                for shard in own:
-                    if shard.name not in known:
-                        del placed[shard.name]
+                # The API calls a node that joins running seconds before it lists its listeners.
+                unmade = [shard.name for shard in own if shard.name not in known]
+                for name in unmade:
+                    del placed[name]
+                lacks = f"{len(unmade)} shards are not made on it yet, the next ensure makes them"
+                self._note(f"{error}; {lacks if unmade else 'its shards are left as they are'}")
                 continue
             try:
                 tokens[member.name] = await session.reply_token()

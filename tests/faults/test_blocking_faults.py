@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 import pika
 import pika.exceptions
@@ -181,16 +182,18 @@ def test_what_is_reported_stored_is_stored_whatever_happens_to_a_node(
     logical = fresh_queue()
     victim = harmed.nodes[2]
     stored, refused, unknown = set[bytes](), set[bytes](), set[bytes]()
+    reasons: list[Exception] = []
     longest = 0.0
     with topology_of(harmed) as topology, connection_to(harmed.nodes[0]) as connection:
         set_up(topology, Policy.exactly(logical, 2, name=logical))
         channel = ShardedChannel(connection.channel(), topology, confirm_timeout=CONFIRM_TIMEOUT)
         channel.confirm_delivery()
+        on_the_wire = methods_sent(connection)
         began = time.monotonic()
         harmer = threading.Timer(SECONDS / 4, getattr(victim, harm))
         harmer.start()
         number = 0
-        while time.monotonic() - began < SECONDS:
+        while time.monotonic() - began < SECONDS or not refused:
             number += 1
             body = b"%d" % number
             sent = time.monotonic()
@@ -199,12 +202,13 @@ def test_what_is_reported_stored_is_stored_whatever_happens_to_a_node(
                 stored.add(body)
             except ShardUnavailable:
                 refused.add(body)
-            except (OutcomeUnknown, pika.exceptions.NackError):
+            except (OutcomeUnknown, pika.exceptions.NackError) as reason:
                 unknown.add(body)
+                reasons.append(reason)
             longest = max(longest, time.monotonic() - sent)
         harmer.join()
         closing = time.monotonic()
-        connection.close()
+        connection.close()  # comes back although the node is still away
         closed_in = time.monotonic() - closing
         if harm == "kill":
             victim.restart()
@@ -218,8 +222,27 @@ def test_what_is_reported_stored_is_stored_whatever_happens_to_a_node(
         f"close() {closed_in:.1f} s"
     )
     assert stored
-    assert refused, "the shard never counted as away"
     assert stored <= found
     assert not refused & found
-    assert longest < CONFIRM_TIMEOUT + 3
-    assert closed_in < 5
+    if harm == "freeze":
+        # The first to meet the node ends by its own deadline; the brokers' nack, when they notice
+        # the node themselves, comes after a minute (net_ticktime).
+        assert isinstance(reasons[0], OutcomeUnknown)
+        assert "confirm_timeout" in str(reasons[0])
+    # A question about a queue of a dead node hangs for a minute, and close() behind it: none is
+    # asked over the application's connection.
+    assert on_the_wire == {"Basic.Publish", "Channel.Close", "Connection.Close"}
+
+
+def methods_sent(connection: pika.BlockingConnection) -> set[str]:
+    """What is sent over a connection from now on, by the names of the AMQP methods."""
+    pika_side: Any = connection._impl  # type: ignore[attr-defined]
+    send = pika_side._send_method
+    names: set[str] = set()
+
+    def noted(channel: int, method: Any, content: Any = None) -> None:
+        names.add(method.NAME)
+        send(channel, method, content)
+
+    pika_side._send_method = noted
+    return names

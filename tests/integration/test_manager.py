@@ -11,8 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from interceptors import ShardedChannel
+from sharding import Node as SeenNode
 from sharding import Policy, ShardMap, ShardName, Topology
 from sharding.manager import locator_policy
+from sharding.members import ClusterView, Member
 from tests.cluster import Cluster, Node, wait_until
 from tests.machine import PROJECT
 from tests.sharded import (
@@ -129,6 +131,33 @@ def test_map_tells_the_truth_where_shards_can_not_be_held(cluster: Cluster) -> N
     assert placed != names(logical, cluster.nodes, 4), "the hostile policy moved nothing"
     assert any("policymaker" in note for note in ensured.notes)
     assert not any("limited:" in note for note in ensured.notes)
+
+
+def test_node_without_a_known_address_is_told_of_and_gets_its_shards_next_time(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a node that joins: the API calls it running seconds before it lists its listeners."""
+    logical, joining = fresh_queue(), cluster.nodes[2]
+    whole = ClusterView.members
+
+    def without_its_listeners(view: ClusterView, tls: bool = False) -> list[Member]:
+        return [
+            Member(SeenNode(each.name), each.running) if each.name == joining.name else each
+            for each in whole(view, tls)
+        ]
+
+    with topology_of(cluster) as topology:
+        topology.set_policy(Policy.exactly(logical, 2, name=logical))
+        monkeypatch.setattr(ClusterView, "members", without_its_listeners)
+        first = topology.ensure(logical)
+        assert first.notes == (
+            f"{joining.name}: no address of {joining.name} is known; "
+            "2 shards are not made on it yet, the next ensure makes them",
+        )
+        assert shards_in_broker(cluster, logical) == names(logical, cluster.nodes[:2], 2)
+        monkeypatch.undo()
+        assert topology.ensure(logical).notes == ()
+    assert shards_in_broker(cluster, logical) == names(logical, cluster.nodes, 2)
 
 
 def test_fourth_node_has_its_shards_while_publishing_goes_on(harmed: Cluster) -> None:
