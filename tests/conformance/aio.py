@@ -10,8 +10,9 @@ from typing import Any
 
 import aio_pika
 
+from tests.cluster.waiting import PATIENCE
 from tests.conformance import values
-from tests.conformance.caller import PATIENCE, Caller, Publication, Wrap
+from tests.conformance.caller import Caller, Publication, Wrap
 from tests.conformance.values import HANGS, Value
 
 
@@ -114,6 +115,7 @@ class AioCaller(Caller):
                 # What a callback of aio-pika gets is the message; its channel is aiormq's.
                 below = replace(reply, body=f"{reply.body}, by message.channel")
                 self.noticed.answered.append(_name(await _reply(incoming.channel, below)))
+                self.noticed.messages_answered += 1
 
         async def work() -> Value:
             found = await self._queue(queue)
@@ -150,15 +152,16 @@ class AioCaller(Caller):
 
         return self._ask(work)
 
-    def cancel(self, tag: str, *, patience: float = PATIENCE) -> Value:
+    def cancel(self, tag: str) -> Value:
         async def work() -> Value:
             return values.answer(await (await self._queue("images")).cancel(tag))
 
-        return self._ask(work, patience)
+        return self._ask(work)
 
     def get(self, queue: str) -> Value:
         async def work() -> Value:
-            found = await (await self._queue(queue)).get(no_ack=True, fail=False)
+            queue_object = await self._queue(queue)
+            found = await queue_object.get(no_ack=True, fail=False, timeout=PATIENCE)
             return None if found is None else _message(found)
 
         return self._ask(work)
@@ -226,6 +229,14 @@ class AioCaller(Caller):
     def delete_exchange(self, exchange: str) -> Value:
         async def work() -> Value:
             return values.answer(await self.channel.exchange_delete(exchange))
+
+        return self._ask(work)
+
+    def round_trip(self) -> Value:
+        async def work() -> Value:
+            # Below aio-pika, whose robust channel would declare it again when it opens again.
+            channel = await self._below()
+            return values.answer(await channel.exchange_declare("amq.direct", passive=True))
 
         return self._ask(work)
 

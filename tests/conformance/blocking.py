@@ -11,8 +11,10 @@ from typing import Any
 
 import pika
 
+from tests import patient
+from tests.cluster.waiting import PATIENCE
 from tests.conformance import values
-from tests.conformance.caller import PATIENCE, Caller, Outcome, Publication, Wrap
+from tests.conformance.caller import Caller, Outcome, Publication, Wrap
 from tests.conformance.values import HANGS, Value
 
 
@@ -29,7 +31,7 @@ class BlockingCaller(Caller):
             raise RuntimeError(f"no channel: {opened}")
 
     def _open(self) -> Value:
-        self.connection = pika.BlockingConnection(pika.URLParameters(self.url))
+        self.connection = pika.BlockingConnection(patient.parameters(self.url))
         self.channel = self.wrap(self.connection.channel())
         if self.confirms:
             self.channel.confirm_delivery()
@@ -100,6 +102,7 @@ class BlockingCaller(Caller):
                 self.noticed.answered.append(
                     values.attempt(lambda: self._publish(channel, reply)),
                 )
+                self.noticed.messages_answered += 1
 
         return self._ask(
             lambda: str(
@@ -126,10 +129,9 @@ class BlockingCaller(Caller):
 
         return self._ask(take)
 
-    def cancel(self, tag: str, *, patience: float = PATIENCE) -> Value:
+    def cancel(self, tag: str) -> Value:
         return self._ask(
-            lambda: [values.message(*pending) for pending in self.channel.basic_cancel(tag)],
-            patience,
+            lambda: [values.message(*pending) for pending in self.channel.basic_cancel(tag)]
         )
 
     def get(self, queue: str) -> Value:
@@ -190,6 +192,14 @@ class BlockingCaller(Caller):
 
     def delete_exchange(self, exchange: str) -> Value:
         return self._ask(lambda: values.answer(self.channel.exchange_delete(exchange)))
+
+    def round_trip(self) -> Value:
+        def ask() -> Value:
+            answer = values.answer(self.channel.exchange_declare("amq.direct", passive=True))
+            self.connection.process_data_events(0)
+            return answer
+
+        return self._ask(ask)
 
     def is_open(self) -> Value:
         return self._ask(lambda: bool(self.channel.is_open))

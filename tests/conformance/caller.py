@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from tests.cluster.waiting import PATIENCE
 from tests.conformance.values import HANGS, Value
-
-PATIENCE = 10.0
-"""How long a call may take before it counts as hanging."""
 
 QUIET = 0.2
 """How long nothing must arrive before we say that nothing more does."""
@@ -46,6 +44,8 @@ class Noticed:
     closed: list[Value] = field(default_factory=list)
     answered: list[Value] = field(default_factory=list)
     """What a publish inside a delivery callback gave."""
+    messages_answered: int = 0
+    """For how many messages the delivery callback has published all it had to."""
 
 
 class Caller(ABC):
@@ -119,7 +119,7 @@ class Caller(ABC):
         """`count` messages by the client's generator or iterator, if it has one; each is acked."""
 
     @abstractmethod
-    def cancel(self, tag: str, *, patience: float = PATIENCE) -> Value: ...
+    def cancel(self, tag: str) -> Value: ...
 
     @abstractmethod
     def get(self, queue: str) -> Value:
@@ -158,6 +158,11 @@ class Caller(ABC):
     @abstractmethod
     def delete_exchange(self, exchange: str) -> Value: ...
 
+    @abstractmethod
+    def round_trip(self) -> Value:
+        """Ask the broker something on the channel. What it sent on it before has then arrived, and
+        the callbacks for it have been called."""
+
     # States.
 
     @abstractmethod
@@ -179,8 +184,9 @@ class Caller(ABC):
         """Let what has arrived reach the callbacks."""
         time.sleep(seconds)
 
-    def wait_for(self, condition: Callable[[], object], patience: float = PATIENCE) -> bool:
-        deadline = time.monotonic() + patience
+    def wait_for(self, condition: Callable[[], object]) -> bool:
+        """Whether it came to be; only what hangs does not."""
+        deadline = time.monotonic() + PATIENCE
         while not condition():
             if time.monotonic() > deadline or self.hung:
                 return False
@@ -191,16 +197,17 @@ class Caller(ABC):
         """All messages so far, when `count` have come and then no more for a moment."""
         self.wait_for(lambda: len(self.noticed.messages) >= count)
         deadline = time.monotonic() + QUIET
+        self.pump(0.02)
         while time.monotonic() < deadline:
             self.pump(0.02)
         return list(self.noticed.messages)
 
     def aftermath(self) -> Value:
-        """What a broker's refusal leaves behind; waits a moment for the client to notice it."""
+        """What a broker's refusal leaves behind, when the client has noticed it."""
         if self.has_close_callback:
-            self.wait_for(lambda: self.noticed.closed, 2)
+            self.wait_for(lambda: self.noticed.closed)
         if self.reopens:
-            self.wait_for(lambda: self.is_open() is True, 2)
+            self.wait_for(lambda: self.is_open() is True)
         return {
             "channel is open": self.is_open(),
             "connection is open": self.connection_is_open(),

@@ -10,9 +10,11 @@ from typing import Any
 import pika
 from pika.spec import Basic
 
+from tests import patient
+from tests.cluster.waiting import PATIENCE
 from tests.conformance import values
 from tests.conformance.blocking import properties, sever
-from tests.conformance.caller import PATIENCE, Caller, Outcome, Publication, Wrap
+from tests.conformance.caller import Caller, Outcome, Publication, Wrap
 from tests.conformance.values import HANGS, Value
 
 Start = Callable[[Outcome], object]
@@ -28,7 +30,7 @@ class AsyncCaller(Caller):
         self._ended = threading.Event()
         opened, self._ready = Outcome(), Outcome()
         self.connection = pika.SelectConnection(
-            pika.URLParameters(url),
+            patient.parameters(url),
             on_open_callback=lambda _: opened.give(None),
             on_open_error_callback=lambda _, error: opened.fail(_error(error)),
             on_close_callback=lambda *_: self._end(),
@@ -125,6 +127,7 @@ class AsyncCaller(Caller):
             self.noticed.messages.append(seen)
             if reply is not None and method.exchange != reply.exchange:
                 self.noticed.answered.append(values.attempt(lambda: _send(channel, reply)))
+                self.noticed.messages_answered += 1
 
         def start(outcome: Outcome) -> None:
             self.channel.basic_consume(
@@ -144,10 +147,15 @@ class AsyncCaller(Caller):
     def iterate(self, queue: str, count: int) -> Value:  # noqa: ARG002
         return None  # nor an iterator on its asynchronous channel
 
-    def cancel(self, tag: str, *, patience: float = PATIENCE) -> Value:
-        return self._ask(
-            lambda outcome: self.channel.basic_cancel(tag, callback=_to(outcome)), patience
-        )
+    def cancel(self, tag: str) -> Value:
+        def start(outcome: Outcome) -> None:
+            self.channel.basic_cancel(tag, callback=_to(outcome))
+            # A channel answers in order: what is not answered before this one never is.
+            self.channel.exchange_declare(
+                "amq.direct", passive=True, callback=lambda _: outcome.fail(TimeoutError(HANGS))
+            )
+
+        return self._ask(start)
 
     def get(self, queue: str) -> Value:
         def start(outcome: Outcome) -> None:
@@ -214,6 +222,9 @@ class AsyncCaller(Caller):
         return self._ask(
             lambda outcome: self.channel.exchange_delete(exchange, callback=_to(outcome))
         )
+
+    def round_trip(self) -> Value:
+        return self.declare_exchange("amq.direct", passive=True)
 
     def is_open(self) -> Value:
         return self._at_once(lambda: bool(self.channel.is_open))

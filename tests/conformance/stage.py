@@ -16,8 +16,10 @@ import pika
 from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import ChannelClosedByBroker
 
+from tests import patient
 from tests.cluster import Cluster, Node, wait_until
-from tests.conformance import values
+from tests.cluster.waiting import PATIENCE
+from tests.conformance import recorded, values
 from tests.conformance.callers import CALLERS, Caller, Wrap
 from tests.conformance.values import Transcript, Value
 
@@ -49,6 +51,8 @@ class Stage:
     """Make the exchange, and let its shards come to be."""
     declare_arguments: Mapping[str, Any] = field(default_factory=dict)
     """What the application declares the exchange with: the plugin takes a policy instead."""
+    declare_patience: float = PATIENCE
+    """How long declaring the logical queue may take before it counts as hanging."""
     _wrap: Wrap = field(init=False)
     _is_whole: bool = False
     _observers: dict[str, pika.BlockingConnection] = field(default_factory=dict)
@@ -64,7 +68,7 @@ class Stage:
             with self.session() as self._wrap:
                 if not self._is_whole:
                     self.make_whole()
-                return scenario(self)
+                return self._as_recorded(scenario(self))
         finally:
             # The next session must not begin by learning of our damage.
             self._is_whole = bool(self._shards) and self._exchange_exists()
@@ -78,13 +82,17 @@ class Stage:
         return CALLERS[self.kind](url, self._wrap, confirms=confirms)
 
     def seen_from(self, node: int, value: Value) -> Value:
-        """The value with the nodes' names and the virtual host's replaced, as an application on
-        that node sees them."""
+        """The value with the nodes' names replaced, as an application on that node sees them."""
         names = {
             each.name: "<connected>" if each is self.nodes[node] else "<other>"
             for each in self.nodes
         }
-        return values.normalised(value, names | {f"vhost '{self.cluster.vhost}'": "vhost '/'"})
+        return values.normalised(value, names)
+
+    def _as_recorded(self, transcript: Transcript) -> Transcript:
+        """The transcript with the virtual host's name as where it was recorded."""
+        names = {f"vhost '{self.cluster.vhost}'": "vhost '/'"}
+        return {label: values.normalised(seen, names) for label, seen in transcript.items()}
 
     # What the observer sees.
 
@@ -157,9 +165,9 @@ class Stage:
         return {name: self.take(name) for name in self.shards()}
 
     def wait_for_messages(self, count: int) -> bool:
-        """Whether that many messages come to lie in the shards within two seconds."""
+        """Whether that many messages come to lie in the shards."""
         try:
-            wait_until(lambda: sum(map(self.depth, self.shards())) >= count, 2)
+            wait_until(lambda: sum(map(self.depth, self.shards())) >= count)
         except TimeoutError:
             return False
         return True
@@ -195,15 +203,20 @@ class Stage:
         came back to it: 4 shards of 6, until the policy changed.
         """
         expected = len(self.nodes) * SHARDS_PER_NODE
-        for _ in range(3):
+
+        def came_to_be() -> bool:
             self.set_up(self._wrap)
             try:
                 # Shards are made one by one, each queue before its binding.
                 wait_until(lambda: len(self._bound_shards()) == expected, 5)
             except TimeoutError:
-                continue
-            return
-        raise RuntimeError(f"{expected} shards of {LOGICAL} wanted, found {self._shards_now()}")
+                return False
+            return True
+
+        wait_until(
+            came_to_be,
+            explain=lambda: f"{expected} shards of {LOGICAL} wanted, found {self._shards_now()}",
+        )
 
     def close(self) -> None:
         for connection in self._observers.values():
@@ -214,7 +227,7 @@ class Stage:
     def _observer(self, node: Node) -> BlockingChannel:
         connection = self._observers.get(node.name)
         if connection is None or not connection.is_open:
-            connection = pika.BlockingConnection(pika.URLParameters(node.endpoint.amqp_url))
+            connection = pika.BlockingConnection(patient.parameters(node.endpoint.amqp_url))
             self._observers[node.name] = connection
         return connection.channel()
 
@@ -261,7 +274,7 @@ def plugin_stage(cluster: Cluster, kind: str) -> Stage:
         node = cluster.nodes[0]
         policy = ("policies", cluster.vhost, "conformance")
         with suppress(ConnectionError):  # there is none yet
-            node.management.call("DELETE", *policy)
+            node.management.call("DELETE", *policy, timeout=PATIENCE)
         node.management.call(
             "PUT",
             *policy,
@@ -270,20 +283,25 @@ def plugin_stage(cluster: Cluster, kind: str) -> Stage:
                 "definition": {"shards-per-node": SHARDS_PER_NODE},
                 "apply-to": "exchanges",
             },
+            timeout=PATIENCE,
         )
-        with pika.BlockingConnection(pika.URLParameters(node.endpoint.amqp_url)) as connection:
+        with pika.BlockingConnection(patient.parameters(node.endpoint.amqp_url)) as connection:
             connection.channel().exchange_declare(LOGICAL, KIND_OF_EXCHANGE, durable=True)
 
     def as_it_is(raw: Any) -> Any:
         return raw
 
-    return Stage(cluster, kind, lambda: nullcontext(as_it_is), set_up)
+    # pika is known to hang here, so waiting longer would only take longer.
+    patience = 1.0 if kind in recorded.PIKA else PATIENCE
+    return Stage(cluster, kind, lambda: nullcontext(as_it_is), set_up, declare_patience=patience)
 
 
 def _keys(node: Node, queue: str) -> tuple[tuple[str, dict[str, Any]], ...]:
     return tuple(
         (str(entry["routing_key"]), dict(entry["arguments"]))
-        for entry in node.management.get("queues", node.endpoint.vhost, queue, "bindings")
+        for entry in node.management.get(
+            "queues", node.endpoint.vhost, queue, "bindings", timeout=PATIENCE
+        )
         if entry["source"] == LOGICAL
     )
 

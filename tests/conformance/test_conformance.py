@@ -15,6 +15,7 @@ import pytest
 
 from interceptors import AioShardedChannel, AsyncShardedChannel, ShardedChannel
 from sharding import Topology
+from tests import patient
 from tests.cluster import Cluster
 from tests.conformance import recorded
 from tests.conformance.callers import CALLERS, Wrap
@@ -41,7 +42,7 @@ def stages(nodes: Cluster) -> dict[str, Stage]:
 @contextmanager
 def session(cluster: Cluster, kind: str) -> Iterator[Wrap]:
     """What a process of ours has: a topology of its own, which knows all nodes of the cluster."""
-    with topology_of(cluster) as topology:
+    with topology_of(cluster, options=patient.TOPOLOGY) as topology:
         yield lambda raw: WRAPPERS[kind](raw, topology)
 
 
