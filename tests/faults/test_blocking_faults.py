@@ -74,12 +74,12 @@ def test_keys_of_other_shards_do_not_move_when_a_node_dies(harmed: Cluster) -> N
             channel.confirm_delivery()
             lost = next(k for k in map(str, range(99)) if shard_map.shard_of(k).node == victim.name)
             kept = next(k for k in map(str, range(99)) if shard_map.shard_of(k).node != victim.name)
-            wait_until(lambda: _refused(channel, logical, lost), 30)
+            wait_until(lambda: _refused(channel, logical, lost))
             with pytest.raises(ShardUnavailable, match=victim.name):
                 channel.basic_publish(logical, lost, b"x")
             channel.basic_publish(logical, kept, b"x")
             victim.restart()
-            wait_until(lambda: not topology.unavailable(shard_map.shard_of(lost).name), 30)
+            wait_until(lambda: not topology.unavailable(shard_map.shard_of(lost).name))
             channel.basic_publish(logical, lost, b"home")
     assert routes_of_another_process(harmed.nodes[2], logical) == before
 
@@ -102,7 +102,7 @@ def test_keys_move_for_everybody_where_the_policy_says_so_and_come_home(harmed: 
         before = routes_of_another_process(harmed.nodes[0], logical)
         victim = harmed.nodes[1]
         victim.kill()
-        wait_until(lambda: victim.name in topology._plane.down_nodes, 60)
+        wait_until(lambda: victim.name in topology._plane.down_nodes)
         away = topology.ensure(logical).shard_map
         during = routes_of_another_process(harmed.nodes[0], logical)
         moved = [(old, new) for old, new in zip(before, during, strict=True) if old != new]
@@ -115,7 +115,7 @@ def test_keys_move_for_everybody_where_the_policy_says_so_and_come_home(harmed: 
             for number in range(100):
                 channel.basic_publish(logical, f"key-{number}", b"x")
         victim.restart()
-        wait_until(lambda: victim.name not in topology._plane.down_nodes, 60)
+        wait_until(lambda: victim.name not in topology._plane.down_nodes)
         assert topology.ensure(logical).shard_map.epoch > away.epoch
         assert routes_of_another_process(harmed.nodes[2], logical) == before
 
@@ -164,7 +164,7 @@ def test_herd_of_sixteen_clients_ends_evenly(nodes: Cluster) -> None:
             for each in clients:
                 each.start()
             even = dict.fromkeys(shards, 4)
-            wait_until(lambda: topology.consumer_counts(shards) == even, 30)
+            wait_until(lambda: topology.consumer_counts(shards) == even)
         finally:
             stop.set()
             for each in clients:

@@ -69,7 +69,7 @@ class Traffic:
         return sum(map(len, self._found.values()))
 
     def wait_until_read(self, count: int) -> None:
-        wait_until(lambda: self.read >= count or self._problems, 60, lambda: str(self))
+        wait_until(lambda: self.read >= count or self._problems, explain=lambda: str(self))
 
     def finish(self, timeout: float = 90) -> None:
         """Wait until all was sent, stored and read, and see that it was read once, in order."""

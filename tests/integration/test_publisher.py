@@ -451,7 +451,7 @@ def test_what_was_not_sent_waits_for_the_node_and_keeps_its_order(harmed: Cluste
             publisher.publish(keys[number % 5], b"%d" % number)
         assert publisher.flush().stored == 100
         victim.kill()
-        wait_until(lambda: not publisher._courier._links[victim.name].ready, 20)
+        wait_until(lambda: not publisher._courier._links[victim.name].ready)
         for number in range(100, 300):
             publisher.publish(keys[number % 5], b"%d" % number)
         assert publisher.flush(timeout=0.2).pending == 200
@@ -502,7 +502,7 @@ def test_frozen_node_lets_deadlines_fire_and_close_end(harmed: Cluster) -> None:
         # The connection that owes a confirm gets no more: what comes now is refused, not unknown.
         publisher.publish(sick[1], b"not sent")
         publisher.publish(well, b"elsewhere")
-        wait_until(lambda: publisher._tally.counts[Outcome.STORED] == 1, 30)
+        wait_until(lambda: publisher._tally.counts[Outcome.STORED] == 1)
         clock.pass_by(1.5)
         report = publisher.flush()
         assert failures(report) == {2: Outcome.REFUSED}
@@ -556,7 +556,7 @@ def test_window_holds_publishers_back_and_says_so(harmed: Cluster) -> None:
             with pytest.raises(WindowFull, match="10 of 10 messages"):
                 publisher.publish(key, b"x", timeout=0.2)
             eleventh = other.submit(publisher.publish, key, b"x")
-            wait_until(lambda: publisher._waiters, 30)
+            wait_until(lambda: publisher._waiters)
             clock.pass_by(2)
             assert eleventh.result(30) == 10  # room comes with the deadlines
             clock.pass_by(2)
@@ -577,7 +577,7 @@ def test_blocked_connection_sends_nothing_more_until_the_alarm_ends(harmed: Clus
         try:
             # The broker tells a connection when it publishes into the alarm, or has before.
             publisher.publish(key, b"into the alarm")
-            wait_until(lambda: link.blocked, 20)
+            wait_until(lambda: link.blocked)
             publisher.publish(key, b"not sent")
             report = publisher.flush(timeout=5)
             assert failures(report)[2] is Outcome.REFUSED
@@ -589,7 +589,7 @@ def test_blocked_connection_sends_nothing_more_until_the_alarm_ends(harmed: Clus
             publisher.publish(key, b"after")
             return publisher.flush().stored == 1
 
-        wait_until(stores_again, 30)
+        wait_until(stores_again)
     found = bodies(harmed, routing)[shard_on(routing, node)]
     assert b"not sent" not in found
     assert found[0] == b"before"

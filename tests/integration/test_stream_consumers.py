@@ -70,7 +70,7 @@ def test_consumers_begin_where_they_are_told(environment: StreamEnvironment) -> 
     with stream_in(environment) as stream:
         publish(environment, stream, numbers(0, 1000))
         between = datetime.now(UTC)
-        wait_until(lambda: datetime.now(UTC).timestamp() > between.timestamp() + 0.01, 1)
+        wait_until(lambda: datetime.now(UTC).timestamp() > between.timestamp() + 0.01)
         publish(environment, stream, numbers(1000, 1500))
         for offset, expected in (("first", 0), (321, 321), (between, 1000)):
             with environment.consumer(stream, offset=offset) as consumer:
@@ -155,7 +155,9 @@ def held_chunks(consumer: Consumer, stream: str, at_least: int) -> int:
     comes before the answer to a question that was asked after it.
     """
     subscription = consumer._subscriptions[stream]
-    wait_until(lambda: subscription.lane.waiting >= at_least, 30, lambda: repr(subscription.lane))
+    wait_until(
+        lambda: subscription.lane.waiting >= at_least, explain=lambda: repr(subscription.lane)
+    )
     subscription.connection(time.monotonic() + 30).call(Metadata((stream,)))
     return subscription.lane.waiting
 
@@ -237,7 +239,7 @@ def test_messages_lost_to_retention_are_reported(environment: StreamEnvironment)
         bodies = [b"x" * 1000 for _ in range(100)]
         for _ in range(20):
             publish(environment, stream, bodies)
-        wait_until(lambda: begins_late(environment, stream), 30)
+        wait_until(lambda: begins_late(environment, stream))
         with pytest.raises(DataLost) as caught:
             rows_of(environment, stream, 0, 2000)
         assert caught.value.asked == 0
@@ -301,8 +303,7 @@ def test_single_active_consumers_share_a_super_stream_and_take_over(
         members = [member() for _ in range(3)]
         wait_until(
             lambda: sorted(len(each.active) for each in members) == [1, 1, 1],
-            30,
-            lambda: str([each.active for each in members]),
+            explain=lambda: str([each.active for each in members]),
         )
         for stream in streams:
             publish(environment, stream, numbers(0, 100))
@@ -315,7 +316,7 @@ def test_single_active_consumers_share_a_super_stream_and_take_over(
         for stream in streams:
             publish(environment, stream, numbers(100, 150))
         leaving.close()
-        wait_until(lambda: len(active_in(members, left)) == 1, 30)
+        wait_until(lambda: len(active_in(members, left)) == 1)
         heirs = active_in(members, left)
         found = read_all(heirs[0], 50 * len(heirs[0].active))
         assert found[left] == numbers(100, 150), "it goes on after what was stored"
@@ -341,7 +342,7 @@ def test_broker_makes_nobody_active_before_the_one_that_steps_down_has_answered(
             time.sleep(0.5)  # time in which the broker must do nothing
             assert stream not in second.active
             later.set_result(NEXT)
-            wait_until(lambda: stream in second.active, 10)
+            wait_until(lambda: stream in second.active)
         client.call(Unsubscribe(number))
         client.detach_subscriber(number)
         access.pool.release(client)
