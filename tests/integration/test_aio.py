@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,8 +24,10 @@ from sharding import Policy, ShardUnavailable
 from sharding.errors import OutcomeUnknown
 from sharding.management import NoAnswer
 from sharding.shard_map import Shard, ShardMap
-from sharding.topology import Topology
+from sharding.topology import Topology, TopologyOptions
+from tests import patient
 from tests.cluster import Cluster, Node, wait_until
+from tests.cluster.waiting import PATIENCE
 
 pytestmark = pytest.mark.cluster
 
@@ -34,10 +35,11 @@ both_kinds = pytest.mark.parametrize("kind", ["plain", "robust"])
 KEYS = [f"user-{number}" for number in range(20)]
 
 
-def topology_of(cluster: Cluster) -> Topology:
+def topology_of(cluster: Cluster, options: TopologyOptions | None = patient.TOPOLOGY) -> Topology:
     return Topology(
         *(node.endpoint.amqp_url for node in cluster),
         management_urls=[node.management.url for node in cluster],
+        options=options,
     )
 
 
@@ -65,11 +67,11 @@ def remove(cluster: Cluster, topology: Topology, name: str) -> None:
     management = cluster.running_nodes()[0].management
     topology.forget(name)
     topology.clear_policy(f"exchange {name}")
-    for queue in management.get("queues", cluster.vhost):
+    for queue in management.get("queues", cluster.vhost, timeout=PATIENCE):
         if queue["name"].startswith(f"sharding: {name} - "):
-            management.call("DELETE", "queues", cluster.vhost, queue["name"])
+            management.call("DELETE", "queues", cluster.vhost, queue["name"], timeout=PATIENCE)
     try:
-        management.call("DELETE", "exchanges", cluster.vhost, name)
+        management.call("DELETE", "exchanges", cluster.vhost, name, timeout=PATIENCE)
     except NoAnswer as error:
         if error.status != 404:
             raise
@@ -78,8 +80,8 @@ def remove(cluster: Cluster, topology: Topology, name: str) -> None:
 def connected(node: Node, kind: str, **options: Any) -> Awaitable[Any]:
     url = node.endpoint.amqp_url
     if kind == "plain":
-        return aio_pika.connect(url, timeout=10, **options)
-    return aio_pika.connect_robust(url, timeout=10, reconnect_interval=0.2, **options)
+        return aio_pika.connect(url, timeout=PATIENCE, **options)
+    return aio_pika.connect_robust(url, timeout=PATIENCE, reconnect_interval=0.2, **options)
 
 
 @asynccontextmanager
@@ -91,17 +93,17 @@ async def opened(
         yield await AioShardedChannel(connection.channel(**options), topology)
 
 
-async def until(condition: Callable[[], Any], timeout: float, explain: Any = "") -> None:
+async def until(condition: Callable[[], Any], explain: Any = "") -> None:
     """Return when the condition, awaited if need be, holds."""
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(PATIENCE):
             while True:
                 held = condition()
                 if await held if asyncio.iscoroutine(held) else held:
                     return
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        raise AssertionError(f"not within {timeout:g} s: {explain}") from None
+        raise AssertionError(f"not within {PATIENCE:g} s: {explain}") from None
 
 
 def local_shards(topology: Topology, logical: str, node: Node) -> list[str]:
@@ -118,7 +120,7 @@ async def take(channel: AioShardedChannel, shard: str) -> list[Any]:
     """All messages in one shard, by its own name."""
     queue = await channel.get_queue(shard, ensure=False)
     taken = []
-    while (message := await queue.get(no_ack=True, fail=False)) is not None:
+    while (message := await queue.get(no_ack=True, fail=False, timeout=PATIENCE)) is not None:
         taken.append(message)
     return taken
 
@@ -157,7 +159,7 @@ def test_message_is_delivered_as_it_was_sent(
             received: asyncio.Queue[Any] = asyncio.Queue()
             await channel.consume_all(name, received.put)
             for _ in KEYS:
-                each = await asyncio.wait_for(received.get(), 10)
+                each = await asyncio.wait_for(received.get(), PATIENCE)
                 assert (each.exchange, each.headers, each.body) == (name, {"h": "v"}, b"a picture")
                 assert each.content_type == "image/png"
                 await each.ack()
@@ -220,7 +222,10 @@ def test_other_names_pass_through(cluster: Cluster, topology: Topology, kind: st
             await queue.bind(exchange, "k")
             await exchange.publish(aio_pika.Message(b"1"), "k")
             await channel.default_exchange.publish(aio_pika.Message(b"2"), queue.name)
-            assert [(await queue.get(no_ack=True)).body for _ in range(2)] == [b"1", b"2"]
+            assert [(await queue.get(no_ack=True, timeout=PATIENCE)).body for _ in range(2)] == [
+                b"1",
+                b"2",
+            ]
             await queue.unbind(exchange, "k")
             assert (await queue.purge()).message_count == 0
             unnamed = await channel.declare_queue(exclusive=True)
@@ -329,7 +334,7 @@ def test_iterator_reads_one_shard_and_gives_back_the_rest(
                 await channel.default_exchange.publish(aio_pika.Message(b"%d" % number), first)
             queue = await channel.declare_queue(logical, durable=True)
             seen = []
-            async with queue.iterator(timeout=10) as messages:
+            async with queue.iterator(timeout=PATIENCE) as messages:
                 async for message in messages:
                     seen.append(message.body)
                     await message.ack()
@@ -351,12 +356,12 @@ def test_get_reads_the_local_shard_with_the_fewest_consumers(
         first, second = local_shards(topology, logical, node)
         async with opened(node, kind, topology) as channel:
             queue = await channel.get_queue(logical)
-            assert await queue.get(fail=False) is None
+            assert await queue.get(fail=False, timeout=PATIENCE) is None
             with pytest.raises(aio_pika.exceptions.QueueEmpty):
-                await queue.get()
+                await queue.get(timeout=PATIENCE)
             await queue.consume(ignore)
             await channel.default_exchange.publish(aio_pika.Message(b"second"), second)
-            message = await queue.get()
+            message = await queue.get(timeout=PATIENCE)
             assert message.body == b"second"
             await message.ack()
             assert await counted(topology, [first, second]) == [1, 0]
@@ -379,10 +384,10 @@ def test_consume_all_also_reads_shards_of_later_maps(
             async def all_are_read() -> bool:
                 return await counted(topology, new) == [1, 1, 1]
 
-            await until(all_are_read, 10)
+            await until(all_are_read)
             for name in new:
                 await channel.default_exchange.publish(aio_pika.Message(name.encode()), name)
-            bodies = {(await asyncio.wait_for(received.get(), 10)).body.decode() for _ in new}
+            bodies = {(await asyncio.wait_for(received.get(), PATIENCE)).body.decode() for _ in new}
             assert bodies == set(new)
 
     asyncio.run(play())
@@ -424,8 +429,8 @@ def test_herd_spreads_evenly_and_loses_nothing(
                     )
                 return await counted(topology, shards) == [2, 2, 2, 2]
 
-            await until(is_even, 10, crowd)
-            await until(lambda: len(received) == len(sent), 5, (len(received), len(sent)))
+            await until(is_even, crowd)
+            await until(lambda: len(received) == len(sent), (len(received), len(sent)))
             assert sorted(received) == sorted(sent)
             # The tags are the ones given out, wherever the consumer has gone.
             for queue, tag in zip(queues, tags, strict=True):
@@ -472,7 +477,7 @@ def test_refusal_is_the_plugins(
             verb = call.split()[0]
             text = f'PRECONDITION_FAILED - Can\'t {verb} sharded queue: <<"{logical}">>'
             assert refused.value.args == (text,)
-            await until(lambda: closed, 5)
+            await until(lambda: closed)
             assert [(seen is channel, reason.args) for seen, reason in closed] == [(True, (text,))]
             connection = channel._connection
             assert not connection.is_closed
@@ -485,7 +490,7 @@ def test_refusal_is_the_plugins(
                     await queue.get()
             else:
                 # The robust channel opens again, and its declared queue's consumer is back.
-                message = await asyncio.wait_for(received.get(), 10)
+                message = await asyncio.wait_for(received.get(), PATIENCE)
                 assert (message.body, message.consumer_tag) == (b"still there", "c")
                 await message.ack()
                 assert not channel.is_closed
@@ -547,7 +552,7 @@ def test_message_comes_back_to_who_asked_for_it_only(
             assert (seen.exchange, seen.routing_key, seen.body) == (logical, "user-1", b"lost")
             assert seen.headers == {"h": "v"}
             # It is known to be away by then, so nothing is sent.
-            await until(lambda: topology.unavailable(route.shard), 5)
+            await until(lambda: topology.unavailable(route.shard))
             with pytest.raises(ShardUnavailable, match="away"):
                 await exchange.publish(message, "user-1")
             await until_available(topology, logical, route.shard)
@@ -561,7 +566,7 @@ def test_message_comes_back_to_who_asked_for_it_only(
 
 async def until_available(topology: Topology, logical: str, name: str) -> None:
     await asyncio.to_thread(topology.ensure, logical)
-    await until(lambda: not topology.unavailable(name), 10)
+    await until(lambda: not topology.unavailable(name))
 
 
 def test_return_is_raised_where_the_channel_says_so(
@@ -674,15 +679,15 @@ def test_robust_consumer_is_back_on_its_shard_after_a_reconnect(
             reconnected = asyncio.Event()
             connection.reconnect_callbacks.add(lambda *_: reconnected.set())
             await asyncio.to_thread(kill_connection, node, name)
-            await asyncio.wait_for(reconnected.wait(), 20)
+            await asyncio.wait_for(reconnected.wait(), PATIENCE)
 
             async def both_are_back() -> bool:
                 return await counted(topology, shards) == [1, 1]
 
-            await until(both_are_back, 10)
+            await until(both_are_back)
             for shard_name, tag in zip(shards, ("c-0", "c-1"), strict=True):
                 await channel.default_exchange.publish(aio_pika.Message(b"x"), shard_name)
-                message = await asyncio.wait_for(received.get(), 10)
+                message = await asyncio.wait_for(received.get(), PATIENCE)
                 assert (message.routing_key, message.consumer_tag) == (shard_name, tag)
                 await message.ack()
             # Nothing was declared under the logical name, and the exchange still shards.
@@ -703,13 +708,13 @@ def kill_connection(node: Node, name: str) -> None:
         # The management API shows a new connection after some seconds.
         found[:] = [
             each["name"]
-            for each in node.management.get("connections")
+            for each in node.management.get("connections", timeout=PATIENCE)
             if each.get("client_properties", {}).get("connection_name") == name
         ]
         return bool(found)
 
     wait_until(is_listed)
-    node.management.call("DELETE", "connections", found[0])
+    node.management.call("DELETE", "connections", found[0], timeout=PATIENCE)
 
 
 # Harm
@@ -717,7 +722,8 @@ def kill_connection(node: Node, name: str) -> None:
 
 @pytest.fixture
 def harmed_topology(harmed: Cluster) -> Iterator[Topology]:
-    with topology_of(harmed) as running:
+    # With the defaults, under which a node that is silent is away.
+    with topology_of(harmed, options=None) as running:
         shard(running, "images", 1)
         yield running
 
@@ -740,7 +746,7 @@ def test_node_behind_a_balancer_is_recognised(
     async def play() -> None:
         seen: set[str] = set()
         for _ in range(30):
-            connection = await connect(balancer.endpoint.amqp_url, timeout=10)
+            connection = await connect(balancer.endpoint.amqp_url, timeout=PATIENCE)
             async with connection:
                 channel = AioShardedChannel(await connection.channel(), topology)
                 # A queue without a policy lives on the node that it was declared through.
@@ -759,7 +765,7 @@ def test_node_behind_a_balancer_is_recognised(
 
 @both_kinds
 def test_every_wait_for_a_frozen_node_ends(
-    harmed: Cluster, harmed_topology: Topology, kind: str
+    harmed: Cluster, harmed_topology: Topology, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node we are connected to hangs; then the node of the key's shard."""
     here, there = harmed.nodes[0], harmed.nodes[1]
@@ -772,32 +778,45 @@ def test_every_wait_for_a_frozen_node_ends(
                 await connection.channel(), harmed_topology, confirm_timeout=2
             )
             exchange = await channel.get_exchange("images")
+            seen: list[Exception | None] = []
 
-            async def hangs() -> bool:
+            async def publish() -> Exception | None:
                 try:
-                    await exchange.publish(aio_pika.Message(b"x"), key, timeout=0.5)
-                except TimeoutError:
-                    return True
-                return False
+                    await exchange.publish(aio_pika.Message(b"x"), key)
+                except (OutcomeUnknown, ShardUnavailable) as error:
+                    seen.append(error)
+                else:
+                    seen.append(None)
+                return seen[-1]
 
-            assert not await hangs()
+            async def is_stored() -> bool:
+                return await publish() is None
+
+            async def is_unknown() -> bool:
+                return isinstance(await publish(), OutcomeUnknown)
+
+            async def is_refused() -> bool:
+                return isinstance(await publish(), ShardUnavailable)
+
+            await until(is_stored)
             frozen.freeze()
             try:
-                # A stopped process may answer for a moment yet.
-                await until(hangs, 10)
-                with pytest.raises(OutcomeUnknown, match="within 2 s \\(confirm_timeout\\)"):
-                    await exchange.publish(aio_pika.Message(b"x"), key)
-                # It is known to be away by now, and the next one is told at once.
-                await until(lambda: harmed_topology.unavailable(name), 5)
-                with pytest.raises(ShardUnavailable, match="away"):
-                    await exchange.publish(aio_pika.Message(b"x"), key)
-                began = time.monotonic()
-                await channel.close()
-                assert time.monotonic() - began < 4
+                # As if the watch of the nodes had not noticed yet. A stopped process may answer
+                # for a moment.
+                with monkeypatch.context() as unnoticed:
+                    unnoticed.setattr(harmed_topology, "unavailable", lambda _: False)
+                    await until(is_unknown)
+                assert "within 2 s (confirm_timeout)" in str(seen[-1])
+                # Soon it is known to be away, and the next one is told without being sent.
+                await until(is_refused)
+                assert "away" in str(seen[-1])
+                # The node is still frozen, and nobody has given up the connection to it.
+                await asyncio.wait_for(channel.close(), PATIENCE)
+                assert not connection.is_closed
             finally:
                 frozen.thaw()
                 await asyncio.to_thread(harmed.wait_until_whole)
-        await until(lambda: not harmed_topology.unavailable(name), 30)
+        await until(lambda: not harmed_topology.unavailable(name))
 
     asyncio.run(play(there))
     asyncio.run(play(here))
@@ -820,7 +839,7 @@ def test_nack_is_raised_and_the_shard_suspected(
                 with pytest.raises(DeliveryError) as nacked:
                     await exchange.publish(aio_pika.Message(b"x"), key)
             assert not isinstance(nacked.value, PublishError)
-            await until(lambda: harmed_topology.unavailable(name), 5)
+            await until(lambda: harmed_topology.unavailable(name))
             with pytest.raises(ShardUnavailable, match="away"):
                 await exchange.publish(aio_pika.Message(b"x"), key)
             other, _ = key_on(harmed_topology, here)
@@ -840,7 +859,7 @@ def test_robust_channel_goes_on_at_another_node_and_its_consumer_returns_with_th
 
     async def play() -> None:
         connection = await aio_pika.connect_robust(
-            balancer.endpoint.amqp_url, timeout=10, reconnect_interval=0.2
+            balancer.endpoint.amqp_url, timeout=PATIENCE, reconnect_interval=0.2
         )
         async with connection:
             channel = AioShardedChannel(await connection.channel(), harmed_topology)
@@ -852,7 +871,7 @@ def test_robust_channel_goes_on_at_another_node_and_its_consumer_returns_with_th
             connection.reconnect_callbacks.add(lambda *_: reconnected.set())
             await asyncio.to_thread(lost.kill)
             try:
-                await asyncio.wait_for(reconnected.wait(), 30)
+                await asyncio.wait_for(reconnected.wait(), PATIENCE)
                 # Nobody waits for the node that is down: here is another one, with its own shard.
                 assert (await channel.get_queue("images")).name != queue.name
             finally:
@@ -861,14 +880,14 @@ def test_robust_channel_goes_on_at_another_node_and_its_consumer_returns_with_th
             async def is_back() -> bool:
                 return await counted(harmed_topology, [queue.name]) == [1]
 
-            await until(is_back, 30)
+            await until(is_back)
             await channel.default_exchange.publish(aio_pika.Message(b"back"), queue.name)
 
             async def came() -> bool:
                 message = await received.get()
                 return (message.body, message.consumer_tag) == (b"back", "c")
 
-            await until(came, 10)
+            await until(came)
 
     try:
         asyncio.run(play())
@@ -899,14 +918,14 @@ def test_consume_all_reads_a_shard_again_when_its_node_is_back(
             async def is_read() -> bool:
                 return await counted(harmed_topology, [name]) == [1]
 
-            await until(is_read, 30)
+            await until(is_read)
             assert not channel.is_closed
             await channel.default_exchange.publish(aio_pika.Message(b"again"), name)
 
             async def came() -> bool:
                 return bool((await received.get()).body == b"again")
 
-            await until(came, 10)
+            await until(came)
 
     try:
         asyncio.run(play())

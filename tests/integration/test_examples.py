@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.cluster import Cluster
+from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 
 pytestmark = pytest.mark.cluster
@@ -24,7 +25,7 @@ def run(cluster: Cluster, name: str, stream_url: str | None = None) -> str:
     }
     command = [sys.executable, f"examples/{name}.py", "200"]
     done = subprocess.run(
-        command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=60
+        command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -20,7 +20,9 @@ from sharding.counting import Source
 from sharding.groups import ConsumerGroup, StreamConsumerGroup
 from sharding.stream import StreamEnvironment
 from sharding.topology import Topology
+from tests import patient
 from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.integration.test_pika_async import Client
 from tests.sharded import connection_to, fresh_queue, raw_channel, topology_of
 from tests.unit.test_metrics import scraped
@@ -33,8 +35,8 @@ def test_every_counter_is_in_the_table(cluster: Cluster) -> None:
     node, logical = cluster.nodes[0], fresh_queue()
     with ExitStack() as opened:
         enter = opened.enter_context
-        topology = enter(topology_of(cluster))
-        environment = enter(StreamEnvironment(node.endpoint.stream_url))
+        topology = enter(topology_of(cluster, options=patient.TOPOLOGY))
+        environment = enter(StreamEnvironment(node.endpoint.stream_url, **patient.STREAMS))
         topology.set_policy(Policy.exactly(logical, 1, name=logical))
         topology.ensure(logical)
         opened.callback(topology.forget, logical)
@@ -62,21 +64,25 @@ def test_every_counter_is_in_the_table(cluster: Cluster) -> None:
 def test_numbers_of_streams_equal_what_was_published(cluster: Cluster) -> None:
     stream, node = f"invoices-{secrets.token_hex(3)}", cluster.nodes[0]
     with StreamEnvironment(
-        *(each.endpoint.stream_url for each in cluster), amqp_url=node.endpoint.amqp_url
+        *(each.endpoint.stream_url for each in cluster),
+        amqp_url=node.endpoint.amqp_url,
+        **patient.STREAMS,
     ) as environment:
         environment.create_super_stream(stream, partitions=3)
         try:
             with (
                 environment.producer(stream) as producer,
-                environment.consumer(stream, offset="first", name="audit") as consumer,
+                environment.consumer(
+                    stream, offset="first", name="audit", **patient.READER
+                ) as consumer,
                 metrics.serve(0, environment, producer, consumer) as server,
             ):
                 for number in range(1_000):
                     producer.send(b"one", key=f"customer-{number}")
-                assert producer.flush(timeout=30).stored == 1_000
+                assert producer.flush(timeout=PATIENCE).stored == 1_000
                 producer.send_many([b"two"] * 500, [str(number) for number in range(500)])
-                producer.flush(timeout=30).raise_for_failures()
-                messages = consumer.messages(timeout=30)
+                producer.flush(timeout=PATIENCE).raise_for_failures()
+                messages = consumer.messages(timeout=PATIENCE)
                 taken = sum(1 for _, _ in zip(range(1_500), messages, strict=False))
                 seen = scraped(server.port)
         finally:
@@ -96,21 +102,24 @@ def test_numbers_of_streams_equal_what_was_published(cluster: Cluster) -> None:
 
 def test_numbers_of_queues_equal_what_was_published(cluster: Cluster) -> None:
     logical = fresh_queue()
-    with topology_of(cluster) as topology, connection_to(cluster.nodes[0]) as connection:
+    with (
+        topology_of(cluster, options=patient.TOPOLOGY) as topology,
+        connection_to(cluster.nodes[0]) as connection,
+    ):
         topology.set_policy(Policy.exactly(logical, 1, name=logical))
         topology.ensure(logical)
         channel = ShardedChannel(connection.channel(), topology)
         channel.confirm_delivery()
         with (
-            ShardedPublisher(topology, logical) as publisher,
+            ShardedPublisher(topology, logical, confirm_timeout=PATIENCE) as publisher,
             metrics.serve(0, topology, publisher, channel) as server,
         ):
             for number in range(700):
                 publisher.publish(f"user-{number}", b"one")
-            assert publisher.flush().stored == 700
+            assert publisher.flush(PATIENCE).stored == 700
             for number in range(300):
                 publisher.publish(f"user-{number}", b"two")
-            assert publisher.flush().stored == 300
+            assert publisher.flush(PATIENCE).stored == 300
             for number in range(20):
                 channel.basic_publish(logical, f"user-{number}", b"three")
             seen = scraped(server.port)
@@ -129,7 +138,7 @@ def test_asynchronous_channels_count_what_became_of_their_messages(cluster: Clus
     """Stored ones, and some that came back because their shard is gone."""
     logical, node = fresh_queue(), cluster.nodes[0]
     keys = [f"user-{number}" for number in range(40)]
-    with topology_of(cluster) as topology:
+    with topology_of(cluster, options=patient.TOPOLOGY) as topology:
         topology.set_policy(Policy.exactly(logical, 1, name=logical))
         shard_map = topology.ensure(logical).shard_map
         lost = shard_map.shards[0].name

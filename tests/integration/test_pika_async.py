@@ -32,12 +32,12 @@ from sharding import InvalidInput, Policy, Shard, ShardName, ShardUnavailable
 from sharding.consumers import Claims
 from sharding.shard_map import ShardMap
 from sharding.topology import Topology
+from tests import patient
 from tests.cluster import Cluster, Node, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of
 
 pytestmark = pytest.mark.cluster
-
-PATIENCE = 15.0
 
 
 class Client:
@@ -58,7 +58,7 @@ class Client:
         else:
             self._loop, connect = asyncio.new_event_loop(), AsyncioConnection
         self.connection: Any = connect(
-            pika.URLParameters(url),
+            patient.parameters(url),
             on_open_callback=lambda _: opened.set(),
             on_close_callback=lambda *_: self._end(),
             custom_ioloop=self._loop,
@@ -131,7 +131,7 @@ class Client:
 
     def reason(self) -> Any:
         """Why the channel was closed, once it is."""
-        wait_until(lambda: self.closed, PATIENCE)
+        wait_until(lambda: self.closed)
         assert len(self.closed) == 1
         channel, why = self.closed[0]
         assert channel is self.channel
@@ -159,7 +159,7 @@ Connect = Callable[..., Client]
 
 @pytest.fixture(scope="module")
 def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster) as running:
+    with topology_of(cluster, options=patient.TOPOLOGY) as running:
         running.wait_until_ready(PATIENCE)
         yield running
 
@@ -200,6 +200,7 @@ def connect(
         def new(node: int = 0, url: str | None = None, **options: Any) -> Client:
             where = url or cluster.nodes[node].endpoint.amqp_url
             used = options.pop("topology", topology)
+            options.setdefault("confirm_timeout", PATIENCE)
             client = Client(
                 request.param, where, lambda raw: AsyncShardedChannel(raw, used, **options)
             )
@@ -247,7 +248,7 @@ def test_message_arrives_as_it_was_sent(connect: Connect, images: str) -> None:
     properties = pika.BasicProperties(headers={"size": 3}, correlation_id="c", delivery_mode=2)
     for number in range(20):
         client.publish(images, f"user-{number}", str(number).encode(), properties=properties)
-    wait_until(lambda: len(client.messages) == 20, PATIENCE)
+    wait_until(lambda: len(client.messages) == 20)
     for channel, method, received, body in client.messages:
         assert channel is client.channel
         assert (method.exchange, method.routing_key) == (images, f"user-{body.decode()}")
@@ -262,7 +263,7 @@ def test_message_is_stored_in_the_shard_of_its_key(
     client = connect()
     route = client.do(lambda: client.channel.explain(images, "user-42"))
     client.publish(images, "user-42")
-    wait_until(lambda: messages_in(topology, route.shard) == 1, PATIENCE)
+    wait_until(lambda: messages_in(topology, route.shard) == 1)
 
 
 def test_what_a_callback_publishes_is_sharded_too(
@@ -279,7 +280,7 @@ def test_what_a_callback_publishes_is_sharded_too(
 
     client.ask(lambda answer: client.channel.basic_consume(images, publish_on, callback=answer))
     client.publish(images, trigger, b"once")
-    wait_until(lambda: messages_in(topology, target) == 1, PATIENCE)
+    wait_until(lambda: messages_in(topology, target) == 1)
 
 
 def topology_node(topology: Topology, client: Client) -> Any:
@@ -307,7 +308,7 @@ def test_consumers_asked_for_in_one_go_are_placed_one_after_the_other(
     client = connect(node=1)
     shards = local_shards(topology, cluster.nodes[1], images)
     client.do(lambda: [client.channel.basic_consume(images, client.on_message) for _ in range(3)])
-    wait_until(lambda: consumers(topology, shards) == [2, 1], PATIENCE)
+    wait_until(lambda: consumers(topology, shards) == [2, 1])
 
 
 def test_basic_get_reads_the_local_shard_with_the_fewest_consumers(
@@ -318,7 +319,7 @@ def test_basic_get_reads_the_local_shard_with_the_fewest_consumers(
     client.consume(images)
     key = keys_of(topology, images, second, 1)[0]
     client.publish(images, key, b"got")
-    wait_until(lambda: messages_in(topology, second) == 1, PATIENCE)
+    wait_until(lambda: messages_in(topology, second) == 1)
     channel, method, _, body = client.ask(
         lambda answer: client.channel.basic_get(images, lambda *what: answer(what), True)
     )
@@ -338,7 +339,7 @@ def test_consume_all_covers_every_shard_and_those_that_come_later(
     shard_map = topology.shard_map(queue)
     assert shard_map is not None
     names = [shard.name for shard in shard_map.shards]
-    wait_until(lambda: consumers(topology, names) == [1] * 6, PATIENCE)
+    wait_until(lambda: consumers(topology, names) == [1] * 6)
 
 
 def test_shard_that_was_gone_for_a_while_is_consumed_again(
@@ -350,11 +351,11 @@ def test_shard_that_was_gone_for_a_while_is_consumed_again(
     shard_map = topology.shard_map(queue)
     assert shard_map is not None
     names = [shard.name for shard in shard_map.shards]
-    wait_until(lambda: consumers(topology, names) == [1] * 3, PATIENCE)
+    wait_until(lambda: consumers(topology, names) == [1] * 3)
     with raw_channel(cluster.nodes[0]) as raw:
         raw.queue_delete(names[1])
     topology.ensure(queue)
-    wait_until(lambda: consumers(topology, names) == [1] * 3, PATIENCE)
+    wait_until(lambda: consumers(topology, names) == [1] * 3)
 
 
 def start_consuming(client: Client, queue: str) -> str:
@@ -391,8 +392,7 @@ def test_eight_clients_that_consume_at_once_end_evenly(
     tags = [start_consuming(client, queue) for client in clients]
     wait_until(
         lambda: consumers(topology, shards) == [2, 2, 2, 2],
-        PATIENCE,
-        lambda: str(consumers(topology, shards)),
+        explain=lambda: str(consumers(topology, shards)),
     )
     # Who moved kept its tag, and can be cancelled by it.
     for client, tag in zip(clients, tags, strict=True):
@@ -432,7 +432,7 @@ def test_no_message_is_lost_while_a_consumer_moves(
 
     publisher.ask(lambda answer: publisher.channel.confirm_delivery(keep_a_window_full, answer))
     publisher.do(lambda: keep_a_window_full(pika.frame.Method(1, Basic.Ack(0))))
-    wait_until(lambda: len(moves) > 8, 2 * PATIENCE)
+    wait_until(lambda: len(moves) > 8)
 
     def accounted_for() -> int:
         left = topology.look_at(shards).values()
@@ -440,8 +440,9 @@ def test_no_message_is_lost_while_a_consumer_moves(
 
     wait_until(
         lambda: accounted_for() == sent,
-        PATIENCE,
-        lambda: f"{sent} sent, {len(client.messages)} received, left: {topology.look_at(shards)}",
+        explain=lambda: (
+            f"{sent} sent, {len(client.messages)} received, left: {topology.look_at(shards)}"
+        ),
     )
 
 
@@ -519,7 +520,7 @@ def test_publish_behind_a_deferred_call_keeps_its_place(connect: Connect, queue:
 
     client.ask(declare_and_publish)
     client.do(lambda: client.channel.basic_consume_all(queue, client.on_message, True))
-    wait_until(lambda: len(client.messages) == 2000, PATIENCE)
+    wait_until(lambda: len(client.messages) == 2000)
     numbers = [int(body) for _, _, _, body in client.messages]
     assert numbers == list(range(2000))
     assert [received.headers for _, _, received, _ in client.messages] == [
@@ -549,7 +550,7 @@ def test_refusal_does_not_overtake_what_pika_holds_back(connect: Connect, images
 def test_channel_works_from_a_topology_that_is_not_ready_yet(
     connect: Connect, cluster: Cluster, images: str
 ) -> None:
-    with topology_of(cluster) as early:
+    with topology_of(cluster, options=patient.TOPOLOGY) as early:
         client = connect(topology=early)
         client.do(lambda: client.channel.basic_consume(images, client.on_message, True))
         frame = client.ask(
@@ -625,7 +626,7 @@ def test_same_calls_on_a_plain_queue_pass_through(connect: Connect) -> None:
     client.ask(lambda answer: channel.queue_bind(plain, "amq.direct", plain, callback=answer))
     client.consume(plain, auto_ack=True)
     client.publish("amq.direct", plain, b"plain")
-    wait_until(lambda: client.messages, PATIENCE)
+    wait_until(lambda: client.messages)
     assert client.messages[0][0] is channel
     client.ask(lambda answer: channel.queue_unbind(plain, "amq.direct", plain, callback=answer))
     client.ask(lambda answer: channel.queue_purge(plain, callback=answer))
@@ -646,7 +647,7 @@ def test_no_local_shard_is_said_as_the_plugin_says_it(
     elsewhere = tuple(shard for shard in shard_map.shards if shard.node != cluster.nodes[0].name)
     urls = [node.endpoint.amqp_url for node in cluster]
     one_node_less = ShardMap(images, 1, elsewhere, shard_map.nodes, shard_map.policy)
-    with Topology(*urls, maps=[one_node_less]) as fixed:
+    with Topology(*urls, maps=[one_node_less], options=patient.TOPOLOGY) as fixed:
         client = connect(topology=fixed)
         client.do(lambda: client.channel.basic_consume(images, client.on_message))
         reason = client.reason()
@@ -718,7 +719,7 @@ def test_exchange_without_a_policy_is_refused_at_once(connect: Connect, queue: s
 def test_topology_that_fails_closes_the_channel_and_says_why(
     connect: Connect, cluster: Cluster, images: str
 ) -> None:
-    gone = topology_of(cluster)
+    gone = topology_of(cluster, options=patient.TOPOLOGY)
     gone.wait_until_ready(PATIENCE)
     client = connect(topology=gone)
     gone.close()
@@ -742,14 +743,15 @@ def test_node_is_known_by_its_token_where_addresses_say_nothing(
     assert shard_map is not None
     nodes = tuple(replace(node, addresses=()) for node in shard_map.nodes)
     nowhere = ShardMap(images, 1, shard_map.shards, nodes, shard_map.policy)
-    with Topology(cluster.nodes[0].endpoint.amqp_url, maps=[nowhere]) as fixed:
+    url = cluster.nodes[0].endpoint.amqp_url
+    with Topology(url, maps=[nowhere], options=patient.TOPOLOGY) as fixed:
         client = connect(node=1, topology=fixed)
         frame = client.ask(
             lambda answer: client.channel.queue_declare(images, durable=True, callback=answer)
         )
         assert frame.method.queue == str(ShardName(images, cluster.nodes[1].name, 0))
         # The channel that asked is not left behind.
-        wait_until(lambda: len(client.connection._channels) == 1, PATIENCE)
+        wait_until(lambda: len(client.connection._channels) == 1)
 
 
 # Returns and confirms
@@ -772,7 +774,7 @@ def test_return_that_was_asked_for_reaches_the_application(
     client = connect()
     properties = pika.BasicProperties(headers={"a": 1})
     client.publish(images, key, b"asked", properties=properties, mandatory=True)
-    wait_until(lambda: client.returned, PATIENCE)
+    wait_until(lambda: client.returned)
     channel, method, received, body = client.returned[0]
     assert channel is client.channel
     assert (method.exchange, method.routing_key, body) == (images, key, b"asked")
@@ -789,10 +791,10 @@ def test_return_that_was_not_asked_for_is_logged_and_kept_from_the_application(
     key = unbind(cluster, topology, images)
     client = connect()
     client.publish(images, key, b"not asked")
-    wait_until(lambda: f"a message with key {key!r} came back" in caplog.text, PATIENCE)
+    wait_until(lambda: f"a message with key {key!r} came back" in caplog.text)
     # Returns come in order: the first one must have been kept back.
     client.publish("", "nobody", b"plain", mandatory=True)
-    wait_until(lambda: client.returned, PATIENCE)
+    wait_until(lambda: client.returned)
     assert [body for _, _, _, body in client.returned] == [b"plain"]
 
 
@@ -822,7 +824,7 @@ def test_message_sent_by_an_old_map_is_sent_once_to_the_shard_of_the_new_one(
         with raw_channel(cluster.nodes[0]) as channel:
             channel.queue_unbind(target, images, target)
     urls = [node.endpoint.amqp_url for node in cluster]
-    with Topology(*urls, maps=[older]) as fixed:
+    with Topology(*urls, maps=[older], options=patient.TOPOLOGY) as fixed:
         client = connect(topology=fixed)
 
         def publish_and_change() -> None:
@@ -831,9 +833,9 @@ def test_message_sent_by_an_old_map_is_sent_once_to_the_shard_of_the_new_one(
 
         client.do(publish_and_change)
         if bound:
-            wait_until(lambda: messages_in(topology, target) == 1, PATIENCE)
+            wait_until(lambda: messages_in(topology, target) == 1)
         else:
-            wait_until(lambda: f"a message with key {key!r} came back" in caplog.text, PATIENCE)
+            wait_until(lambda: f"a message with key {key!r} came back" in caplog.text)
         assert client.returned == []
         # Both were suspected and are there; the topology must not be closed while it looks.
         wait_until(
@@ -858,7 +860,7 @@ def test_confirms_carry_the_applications_own_tags(connect: Connect, images: str)
             confirmed.update(range(1, tag + 1) if multiple else [tag])
         return confirmed == set(range(1, 31))
 
-    wait_until(all_confirmed, PATIENCE, lambda: str(client.verdicts))
+    wait_until(all_confirmed, explain=lambda: str(client.verdicts))
 
 
 def test_unasked_return_of_a_confirmed_message_is_a_nack(
@@ -891,7 +893,7 @@ def test_unasked_return_of_a_confirmed_message_is_a_nack(
                 nacked.update(told)
         return not open_tags
 
-    wait_until(all_told, PATIENCE, lambda: str(client.verdicts))
+    wait_until(all_told, explain=lambda: str(client.verdicts))
     assert nacked == {2, 5}
     assert [body for _, _, _, body in client.returned] == [b"x1"]
 
@@ -976,4 +978,4 @@ def test_wrapper_is_the_channel_in_everything_else(connect: Connect) -> None:
     plain = fresh_queue()
     client.ask(lambda answer: client.channel.queue_declare(plain, exclusive=True, callback=answer))
     client.do(lambda: client.channel.basic_get(plain, client.on_message))
-    wait_until(lambda: got_empty, PATIENCE)
+    wait_until(lambda: got_empty)

@@ -19,7 +19,9 @@ import pytest
 
 from interceptors import ShardedPublisher
 from sharding import Policy, metrics
+from tests import patient
 from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.sharded import fresh_queue, raw_channel, topology_of
 
@@ -55,7 +57,7 @@ def prometheus(folder: Path, *targets: int) -> Iterator[int]:
         yield port
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(PATIENCE)
 
 
 def asked(port: int, query: str) -> float | None:
@@ -63,7 +65,7 @@ def asked(port: int, query: str) -> float | None:
     parameters = urllib.parse.urlencode({"query": f"sum({query})"})
     try:
         with urllib.request.urlopen(
-            f"http://127.0.0.1:{port}/api/v1/query?{parameters}", timeout=5
+            f"http://127.0.0.1:{port}/api/v1/query?{parameters}", timeout=PATIENCE
         ) as answer:
             found = json.loads(answer.read())["data"]["result"]
     except (urllib.error.URLError, ConnectionError):
@@ -98,24 +100,24 @@ def worker(cluster: Cluster, folder: Path, logical: str, port: int) -> Iterator[
         yield
     finally:
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 def test_numbers_in_prometheus_equal_what_was_published(cluster: Cluster, tmp_path: Path) -> None:
     logical, worker_port = fresh_queue(), free_port()
-    with topology_of(cluster) as topology:
+    with topology_of(cluster, options=patient.TOPOLOGY) as topology:
         topology.set_policy(Policy.exactly(logical, 1, name=logical))
         shards = topology.ensure(logical).shard_map.shards
         try:
             with (
-                ShardedPublisher(topology, logical) as publisher,
+                ShardedPublisher(topology, logical, confirm_timeout=PATIENCE) as publisher,
                 metrics.serve(0, publisher) as server,
                 worker(cluster, tmp_path, logical, worker_port),
                 prometheus(tmp_path, server.port, worker_port) as port,
             ):
                 for number in range(COUNT):
                     publisher.publish(f"user-{number}", b"one")
-                assert publisher.flush().stored == COUNT
+                assert publisher.flush(PATIENCE).stored == COUNT
                 seen = {
                     f'warren_publisher_stored_total{{logical="{logical}"}}': COUNT,
                     f'warren_publisher_accepted_total{{logical="{logical}"}}': COUNT,

@@ -17,7 +17,9 @@ import pytest
 from sharding import Policy, metrics
 from sharding.sight import Watched, queue_view, stream_view
 from sharding.stream import StreamEnvironment
+from tests import patient
 from tests.cluster import Cluster, Node, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.sharded import fresh_queue, raw_channel, topology_of
 from tests.unit.test_metrics import scraped
@@ -44,7 +46,7 @@ def shown(node: Node, *arguments: str) -> str:
         env=settings(node),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=2 * PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -55,10 +57,24 @@ def as_json(node: Node, *arguments: str) -> dict[str, Any]:
     return found
 
 
+def when_all_answer(node: Node, *arguments: str) -> dict[str, Any]:
+    """What is shown when no shard took longer to answer than the command waits."""
+    found: dict[str, Any] = {}
+
+    def all_up() -> bool:
+        found.update(as_json(node, *arguments))
+        return {row["state"] for row in found["shards"]} == {"up"}
+
+    wait_until(all_up, explain=lambda: str(found))
+    return found
+
+
 @pytest.fixture
 def environment(cluster: Cluster) -> Iterator[StreamEnvironment]:
     endpoint = cluster.nodes[0].endpoint
-    with StreamEnvironment(endpoint.stream_url, amqp_url=endpoint.amqp_url) as opened:
+    with StreamEnvironment(
+        endpoint.stream_url, amqp_url=endpoint.amqp_url, **patient.STREAMS
+    ) as opened:
         yield opened
 
 
@@ -69,10 +85,11 @@ def invoices(environment: StreamEnvironment) -> Iterator[str]:
     environment.create_super_stream(name, partitions=3)
     with environment.producer(name) as producer:
         producer.send_many([b"x"] * 300, [str(number) for number in range(300)])
-    with environment.consumer(name, offset="first", name="audit") as consumer:
-        for _, _ in zip(range(120), consumer.messages(timeout=10), strict=False):
+        producer.flush(timeout=PATIENCE).raise_for_failures()
+    with environment.consumer(name, offset="first", name="audit", **patient.READER) as consumer:
+        for _, _ in zip(range(120), consumer.messages(timeout=PATIENCE), strict=False):
             pass
-        consumer.store_offset()
+        consumer.store_offset(timeout=PATIENCE)
     yield name
     environment.delete_super_stream(name)
 
@@ -80,7 +97,7 @@ def invoices(environment: StreamEnvironment) -> Iterator[str]:
 def test_streams_are_shown_with_offsets_and_lag(
     cluster: Cluster, environment: StreamEnvironment, invoices: str
 ) -> None:
-    found = as_json(cluster.nodes[0], invoices, "--group", "audit", "--group", "new")
+    found = when_all_answer(cluster.nodes[0], invoices, "--group", "audit", "--group", "new")
     assert found["kind"] == "super stream"
     assert [row["shard"] for row in found["shards"]] == list(environment.partitions(invoices))
     advertised = {f"{n.endpoint.address}:{n.endpoint.ports['stream']}" for n in cluster.nodes}
@@ -128,7 +145,7 @@ def test_name_of_both_kinds_is_the_one_that_is_asked_for(
     name, node = fresh_queue(), cluster.nodes[0]
     environment.create_stream(name)
     try:
-        with topology_of(cluster) as topology:
+        with topology_of(cluster, options=patient.TOPOLOGY) as topology:
             topology.set_policy(Policy.exactly(name, 1, name=name))
             topology.ensure(name)
             assert as_json(node, name)["kind"] == "queue"
@@ -162,7 +179,7 @@ def test_watching_redraws_in_place_and_ends_at_an_interrupt(
     try:
         wait_until(drawn_again)
         watching.send_signal(signal.SIGINT)
-        assert watching.wait(30) == 0
+        assert watching.wait(PATIENCE) == 0
     finally:
         watching.kill()
         watching.wait()
@@ -175,14 +192,14 @@ def test_scrape_tells_depth_and_lag(
     cluster: Cluster, environment: StreamEnvironment, invoices: str
 ) -> None:
     logical = fresh_queue()
-    with topology_of(cluster) as topology:
+    with topology_of(cluster, options=patient.TOPOLOGY) as topology:
         topology.set_policy(Policy.exactly(logical, 1, name=logical))
         shards = topology.ensure(logical).shard_map.shards
         with raw_channel(cluster.nodes[0]) as channel:
             channel.confirm_delivery()
             channel.basic_publish("", shards[0].name, b"one")
-        streams = Watched(lambda: stream_view(environment, invoices, ["audit"]))
-        queues = Watched(lambda: queue_view(topology, logical))
+        streams = Watched(lambda: stream_view(environment, invoices, ["audit"], timeout=PATIENCE))
+        queues = Watched(lambda: queue_view(topology, logical, timeout=PATIENCE))
         with metrics.serve(0, streams, queues) as server:
             seen = scraped(server.port)
         topology.forget(logical)
@@ -213,6 +230,7 @@ def test_node_that_is_down_holds_nothing_up(
         environment.create_super_stream(name, partitions=6)
         with environment.producer(name) as producer:
             producer.send_many([b"x"] * 60, [str(number) for number in range(60)])
+            producer.flush(timeout=PATIENCE).raise_for_failures()
         lost.kill()
         before = f"(before: {lost.endpoint.address}:"
         wait_until(lambda: f"{before}{lost.endpoint.ports['stream']})" in caplog.text, 120)

@@ -8,7 +8,9 @@ import pika
 import pytest
 
 from sharding.stream import Columns, StreamEnvironment
+from tests import patient
 from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.sharded import raw_channel
 from tests.streams import environment_of, stream_in
 
@@ -20,7 +22,7 @@ SENT_AT = 1_700_000_000
 
 @pytest.fixture(scope="module")
 def environment(nodes: Cluster) -> Iterator[StreamEnvironment]:
-    with environment_of(nodes) as opened:
+    with environment_of(nodes, **patient.STREAMS) as opened:
         yield opened
 
 
@@ -55,8 +57,8 @@ def is_stored(environment: StreamEnvironment, stream: str) -> bool:
 def test_messages_have_the_key_and_properties_they_were_published_with(
     environment: StreamEnvironment, stream: str
 ) -> None:
-    with environment.consumer(stream, offset="first") as consumer:
-        messages = consumer.messages(timeout=10)
+    with environment.consumer(stream, offset="first", **patient.READER) as consumer:
+        messages = consumer.messages(timeout=PATIENCE)
         for number in range(COUNT):
             message = next(messages)
             assert message.body == b"body %d" % number
@@ -76,9 +78,11 @@ def test_messages_have_the_key_and_properties_they_were_published_with(
 
 def test_batches_have_them_as_columns(environment: StreamEnvironment, stream: str) -> None:
     columns = Columns(key=True, properties=True, application_properties=True)
-    with environment.consumer(stream, offset="first", columns=columns) as consumer:
+    with environment.consumer(
+        stream, offset="first", columns=columns, **patient.READER
+    ) as consumer:
         rows = []
-        for batch in consumer.batches(timeout=10):
+        for batch in consumer.batches(timeout=PATIENCE):
             rows += batch.to_pylist()
             if len(rows) > COUNT:
                 break

@@ -25,8 +25,10 @@ from sharding.groups import (
 from sharding.groups.stream_members import members_stream
 from sharding.stream import Message, StreamEnvironment, StreamNotFound
 from sharding.stream.errors import NotSupported
+from tests import patient
 from tests.cluster import Cluster, wait_until
 from tests.cluster.pool import Pool
+from tests.cluster.waiting import PATIENCE
 from tests.conftest import OLDEST_VERSION
 from tests.streams import environment_of, fresh_stream, stream_in, super_stream_in
 
@@ -38,7 +40,7 @@ PARTITIONS = 4
 
 @pytest.fixture(scope="module")
 def environment(cluster: Cluster) -> Iterator[StreamEnvironment]:
-    with environment_of(cluster) as opened:
+    with environment_of(cluster, **patient.STREAMS) as opened:
         if opened.server_version < (3, 11):
             pytest.skip("consumer groups over streams need RabbitMQ 3.11")
         yield opened
@@ -70,7 +72,7 @@ def publish(
     with environment.producer(name) as producer:
         for number in range(first, first + count):
             producer.send(b"%d" % number, key=f"key-{number % keys}")
-        producer.flush(timeout=30).raise_for_failures()
+        producer.flush(timeout=PATIENCE).raise_for_failures()
 
 
 class Log:
@@ -107,7 +109,7 @@ def group_of(
     **options: Any,
 ) -> StreamConsumerGroup:
     options.setdefault("retry", QUICK)
-    chosen = StreamGroupOptions(**options)
+    chosen = patient.stream_group(**options)
     return StreamConsumerGroup(environment, name, handler, group=group, options=chosen)
 
 
@@ -121,9 +123,9 @@ def settle(groups: list[StreamConsumerGroup], expected: list[int]) -> None:
 
 def dead_letters(environment: StreamEnvironment, name: str, count: int) -> list[Message]:
     wait_until(lambda: environment.exists(f"{name}.dead"))
-    with environment.consumer(f"{name}.dead", offset="first") as consumer:
+    with environment.consumer(f"{name}.dead", offset="first", **patient.READER) as consumer:
         found = []
-        for message in consumer.messages(timeout=5):
+        for message in consumer.messages(timeout=PATIENCE):
             found.append(message)
             if len(found) == count:
                 break
@@ -197,6 +199,7 @@ def test_delivery_has_what_was_published(environment: StreamEnvironment, events:
         producer.send(b"paid", key="customer-7", application_properties={"currency": "EUR"})
         producer.send(b"no key")
         producer.send_encoded([b"not AMQP at all"])
+        producer.flush(timeout=PATIENCE).raise_for_failures()
     with group_of(environment, events, log):
         log.wait_for(3)
     first, second, third = log.handled
@@ -236,6 +239,7 @@ def test_message_that_always_fails_is_a_dead_letter_before_its_offset_is_passed(
         producer.send(b"0", key="a")
         producer.send(b"poison", key="a", application_properties={"from": "shop"})
         producer.send(b"1", key="a")
+        producer.flush(timeout=PATIENCE).raise_for_failures()
     with group_of(environment, events, log) as group:
         log.wait_for(2)
         assert group.counters["dead_lettered"] == 1
@@ -278,20 +282,26 @@ def test_without_dead_letters_a_message_is_tried_without_end_and_other_keys_go_o
 
 
 def test_handler_that_hangs_is_left_and_its_message_a_dead_letter(
-    environment: StreamEnvironment, events: str
+    environment: StreamEnvironment, events: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    let_go = threading.Event()
+    clock = patient.StandingClock(monkeypatch, "stream_group")
+    hangs, let_go = threading.Event(), threading.Event()
 
     def fail(delivery: Delivery) -> None:
         if delivery.body == b"3":
-            let_go.wait(60)
+            hangs.set()
+            let_go.wait()
 
     log = Log(fail)
     publish(environment, events, 10, keys=1)
     with group_of(environment, events, log, handler_timeout=0.3) as group:
-        log.wait_for(9)
-        assert group.counters["hung"] == 1
-        let_go.set()
+        try:
+            assert hangs.wait(PATIENCE)
+            clock.advance(0.3)
+            log.wait_for(9)
+            assert group.counters["hung"] == 1
+        finally:
+            let_go.set()
     (letter,) = dead_letters(environment, events, 1)
     assert letter.body == b"3"
     assert letter.application_properties["x-warren-reason"] == "timeout"
@@ -303,7 +313,7 @@ def test_too_many_handlers_that_hang_end_the_worker_with_an_error(
     let_go = threading.Event()
     publish(environment, events, 10)
     group = group_of(
-        environment, events, lambda _: let_go.wait(60), handler_timeout=0.1, max_lost_threads=1
+        environment, events, lambda _: let_go.wait(), handler_timeout=0.1, max_lost_threads=1
     )
     try:
         with pytest.raises(GroupFailed, match="2 handlers hang"):
@@ -320,21 +330,23 @@ def test_worker_stopped_in_the_middle_of_a_message_finishes_it_first(
     def slow(delivery: Delivery) -> None:
         if delivery.body == b"5":
             begun.set()
-            assert let_go.wait(30)
+            let_go.wait()
 
-    log, heir = Log(slow), Log()
+    log, heir = Log(slow), Log(slow)
     publish(environment, events, 50, keys=1)
     first, second = group_of(environment, events, log), group_of(environment, events, heir)
     with first, second:
         settle([first, second], [0, 1])
         if not first.shards:
             first, second, log, heir = second, first, heir, log
-        assert begun.wait(30)
-        stopping = threading.Thread(target=first.stop)
-        stopping.start()
-        time.sleep(0.5)  # time in which nothing may happen: the message is still at work
-        assert not heir.handled
-        let_go.set()
+        try:
+            assert begun.wait(PATIENCE)
+            stopping = threading.Thread(target=first.stop)
+            stopping.start()
+            time.sleep(0.5)  # time in which nothing may happen: the message is still at work
+            assert not heir.handled
+        finally:
+            let_go.set()
         stopping.join()
         settle([second], [1])
         wait_until(lambda: len(log.handled) + len(heir.handled) == 50)
@@ -345,21 +357,21 @@ def test_worker_stopped_in_the_middle_of_a_message_finishes_it_first(
 def test_handler_that_outlasts_the_handover_is_not_waited_for(
     environment: StreamEnvironment, events: str
 ) -> None:
-    begun, let_go = threading.Event(), threading.Event()
+    begun, let_go, ended = threading.Event(), threading.Event(), threading.Event()
 
     def slow(_: Delivery) -> None:
         begun.set()
-        assert let_go.wait(30)
+        let_go.wait(PATIENCE)
+        ended.set()
 
     heir = Log()
     publish(environment, events, 5, keys=1)
     first = group_of(environment, events, Log(slow))
     try:
         with first:
-            assert begun.wait(30)
-            began = time.monotonic()
+            assert begun.wait(PATIENCE)
             assert not first.stop(timeout=0.3)
-            assert time.monotonic() - began < 10
+            assert not ended.is_set()
             with group_of(environment, events, heir):
                 heir.wait_for(5)
     finally:
@@ -396,11 +408,13 @@ def test_no_more_than_prefetch_messages_of_a_partition_are_in_hand(
 ) -> None:
     let_go = threading.Event()
     publish(environment, invoices, 2000)
-    with group_of(environment, invoices, lambda _: let_go.wait(30), prefetch=7) as group:
-        wait_until(lambda: group.counters["in_hand"] == 7 * PARTITIONS)
-        time.sleep(0.5)  # time for more to come, if there were no bound
-        assert group.counters["in_hand"] == 7 * PARTITIONS
-        let_go.set()
+    with group_of(environment, invoices, lambda _: let_go.wait(), prefetch=7) as group:
+        try:
+            wait_until(lambda: group.counters["in_hand"] == 7 * PARTITIONS)
+            time.sleep(0.5)  # time for more to come, if there were no bound
+            assert group.counters["in_hand"] == 7 * PARTITIONS
+        finally:
+            let_go.set()
         wait_until(lambda: group.counters["handled"] == 2000)
 
 
@@ -413,7 +427,7 @@ def test_offsets_are_stored_by_count_and_by_time(
     def stored() -> int | None:
         return environment.stored_offset("billing", events)
 
-    with group_of(environment, events, log, store_every_messages=10, store_every_seconds=60):
+    with group_of(environment, events, log, store_every_messages=10, store_every_seconds=3600):
         log.wait_for(25)
         wait_until(lambda: (stored() or 0) >= 19, explain=lambda: str(stored()))
     assert stored() == 24
@@ -459,7 +473,7 @@ def test_partitions_that_are_added_and_deleted_are_followed(
 def add_partition(cluster: Cluster, super_stream: str, stream: str, order: int) -> None:
     """What an operator does: a stream, and a binding that says its place."""
     url = cluster.nodes[0].endpoint.amqp_url
-    connection = pika.BlockingConnection(pika.URLParameters(url))
+    connection = pika.BlockingConnection(patient.parameters(url))
     channel = connection.channel()
     channel.queue_declare(stream, durable=True, arguments={"x-queue-type": "stream"})
     ordered = {"x-stream-partition-order": order}
@@ -527,7 +541,7 @@ def test_wrong_names_are_refused_at_once(environment: StreamEnvironment, events:
 def test_old_brokers_are_refused_in_one_sentence(pool: Pool) -> None:
     with (
         pool.shared("healthy", OLDEST_VERSION, "too-old") as old,
-        environment_of(old) as environment,
+        environment_of(old, **patient.STREAMS) as environment,
     ):
         environment.create_stream("events")
         with pytest.raises(NotSupported, match=r"need RabbitMQ 3\.11 or later, not 3\.10\.8"):

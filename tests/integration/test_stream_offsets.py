@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from sharding.errors import InvalidInput
 from sharding.stream import ConsumerOptions, StreamEnvironment, StreamNotFound
+from tests import patient
 from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.streams import environment_of, publish, read_all, stream_in, super_stream_in
 
 pytestmark = pytest.mark.cluster
 
-JOE = ConsumerOptions(name="joe", offset="first")
+JOE = ConsumerOptions(name="joe", offset="first", **patient.READER)
 
 
 @pytest.fixture(scope="module")
 def environment(nodes: Cluster) -> Iterator[StreamEnvironment]:
-    with environment_of(nodes) as opened:
+    with environment_of(nodes, **patient.STREAMS) as opened:
         yield opened
 
 
@@ -30,15 +33,15 @@ def test_named_consumer_goes_on_after_what_it_stored(environment: StreamEnvironm
     with stream_in(environment) as stream:
         publish(environment, stream, numbers(0, 1000))
         with environment.consumer(stream, JOE) as consumer:
-            for message in consumer.messages(timeout=10):
+            for message in consumer.messages(timeout=PATIENCE):
                 if message.offset == 321:
                     break
-            consumer.store_offset()
+            consumer.store_offset(timeout=PATIENCE)
         assert environment.stored_offset("joe", stream) == 321
         assert environment.stored_offset("someone else", stream) is None
         with environment.consumer(stream, JOE) as consumer:
             # The stored offset took the place of one message, so bodies tell, not offsets.
-            assert next(consumer.messages(timeout=10)).body == b"322"
+            assert next(consumer.messages(timeout=PATIENCE)).body == b"322"
 
 
 def test_stored_offset_can_be_read_as_soon_as_the_call_returns(
@@ -48,7 +51,7 @@ def test_stored_offset_can_be_read_as_soon_as_the_call_returns(
         publish(environment, stream, numbers(0, 100))
         with environment.consumer(stream, JOE) as consumer:
             for offset in range(50):
-                consumer.store_offset(stream, offset)
+                consumer.store_offset(stream, offset, PATIENCE)
                 assert environment.stored_offset("joe", stream) == offset
 
 
@@ -59,7 +62,7 @@ def test_offset_is_stored_without_a_consumer_also_backwards(environment: StreamE
             environment.store_offset("joe", stream, offset)
             assert environment.stored_offset("joe", stream) == offset
         with environment.consumer(stream, JOE) as consumer:
-            assert next(consumer.messages(timeout=10)).body == b"21"
+            assert next(consumer.messages(timeout=PATIENCE)).body == b"21"
         with pytest.raises(StreamNotFound):
             environment.store_offset("joe", f"no-{stream}", 1)
         for name, offset in (("", 1), ("n" * 256, 1), ("joe", -1)):
@@ -71,7 +74,7 @@ def test_offsets_are_stored_automatically_by_count(environment: StreamEnvironmen
     with stream_in(environment) as stream:
         publish(environment, stream, numbers(0, 1000))
         with environment.consumer(stream, JOE, store_every_messages=100) as consumer:
-            messages = consumer.messages(timeout=10)
+            messages = consumer.messages(timeout=PATIENCE)
             for _ in range(251):
                 next(messages)
             wait_until(lambda: environment.stored_offset("joe", stream) == 199)
@@ -83,15 +86,24 @@ def test_offsets_are_stored_automatically_by_time_while_waiting_for_more(
     with stream_in(environment) as stream:
         publish(environment, stream, numbers(0, 100))
         with environment.consumer(stream, JOE, store_every_seconds=0.2) as consumer:
-            assert sum(batch.num_rows for batch in consumer.batches(timeout=0.6)) == 100
+            read: list[int] = []
+
+            def read_on() -> None:
+                read.extend(batch.num_rows for batch in consumer.batches())
+
+            waiting = threading.Thread(target=read_on)
+            waiting.start()
             wait_until(lambda: environment.stored_offset("joe", stream) == 99)
+            assert waiting.is_alive()
+        waiting.join(PATIENCE)
+        assert sum(read) == 100
 
 
 def test_offsets_of_every_partition_are_stored_at_close(environment: StreamEnvironment) -> None:
     with super_stream_in(environment) as invoices:
         with environment.producer(invoices) as producer:
             producer.send_many(numbers(0, 600), [f"key-{n}" for n in range(600)])
-            producer.flush(timeout=30).raise_for_failures()
+            producer.flush(timeout=PATIENCE).raise_for_failures()
         with environment.consumer(invoices, JOE, store_every_messages=10**9) as consumer:
             found = read_all(consumer, 600)
         for stream in environment.partitions(invoices):

@@ -12,7 +12,9 @@ import pytest
 from sharding.stream import StreamEnvironment
 from sharding.stream.consuming.probe import PROBE_NAME
 from sharding.stream.errors import NotSupported
+from tests import patient
 from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.streams import environment_of, publish, stream_in
 
 pytestmark = pytest.mark.cluster
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def environment(nodes: Cluster) -> Iterator[StreamEnvironment]:
-    with environment_of(nodes) as opened:
+    with environment_of(nodes, **patient.STREAMS) as opened:
         yield opened
 
 
@@ -65,7 +67,7 @@ def test_range_is_read_with_chunks_left_out(
             for region in ("eu", "us", "eu", "us"):
                 for _ in range(100):
                     producer.send(region.encode(), filter_value=region)
-                producer.flush(timeout=10).raise_for_failures()  # so that each has its chunks
+                producer.flush(timeout=PATIENCE).raise_for_failures()  # so that each has its chunks
         reading = environment.read_range(stream, 50, 350, filter_values=("eu",))
         found = [body.as_py() for batch in reading for body in batch.column("body")]
         assert found == [b"eu"] * 150
@@ -86,7 +88,7 @@ def test_management_lists_short_looks_under_their_name(
                 environment.offsets(stream)
 
         def seen() -> bool:
-            listed = nodes.nodes[0].management.get("stream", "consumers")
+            listed = nodes.nodes[0].management.get("stream", "consumers", timeout=PATIENCE)
             ours = [each for each in listed if each["queue"]["name"] == stream]
             names.update(each["properties"].get("name") for each in ours)
             return bool(names)
@@ -97,5 +99,5 @@ def test_management_lists_short_looks_under_their_name(
                 wait_until(seen)
             finally:
                 enough.set()
-            looking.result(30)
+            looking.result(PATIENCE)
     assert names == {PROBE_NAME}

@@ -11,7 +11,9 @@ import pytest
 
 from sharding.groups.stream_members import members_stream
 from sharding.stream import StreamEnvironment
+from tests import patient
 from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.integration.test_worker_command import HANDLERS, ended, handled, start
 from tests.streams import environment_of, super_stream_in
 
@@ -22,7 +24,7 @@ MESSAGES = 30
 
 @pytest.fixture(scope="module")
 def environment(cluster: Cluster) -> Iterator[StreamEnvironment]:
-    with environment_of(cluster) as opened:
+    with environment_of(cluster, **patient.STREAMS) as opened:
         if opened.server_version < (3, 11):
             pytest.skip("consumer groups over streams need RabbitMQ 3.11")
         yield opened
@@ -34,6 +36,7 @@ def invoices(environment: StreamEnvironment) -> Iterator[str]:
         with environment.producer(name) as producer:
             for number in range(MESSAGES):
                 producer.send(b"%d" % number, key=f"key-{number}")
+            producer.flush(timeout=PATIENCE).raise_for_failures()
         yield name
         environment.delete_stream(members_stream(name), missing_ok=True)
 

@@ -14,7 +14,9 @@ import pytest
 
 from interceptors import ShardedPublisher
 from sharding import Policy, Topology
+from tests import patient
 from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.sharded import fresh_queue, raw_channel, topology_of
 
@@ -46,7 +48,7 @@ not_callable = 5
 
 @pytest.fixture(scope="module")
 def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster) as running:
+    with topology_of(cluster, options=patient.TOPOLOGY) as running:
         yield running
 
 
@@ -55,9 +57,10 @@ def images(cluster: Cluster, topology: Topology) -> Iterator[str]:
     logical = fresh_queue()
     topology.set_policy(Policy.exactly(logical, 1, name=logical))
     shard_map = topology.ensure(logical).shard_map
-    with ShardedPublisher(topology, logical) as publisher:
+    with ShardedPublisher(topology, logical, confirm_timeout=PATIENCE) as publisher:
         for number in range(30):
             publisher.publish(f"key-{number}", b"%d" % number)
+        assert publisher.flush(PATIENCE).all_stored
     yield logical
     topology.forget(logical)
     topology.clear_policy(logical)
@@ -88,7 +91,7 @@ def handled(folder: Path) -> list[int]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE)
     return process.returncode, errors
 
 
@@ -114,15 +117,21 @@ def test_sigterm_finishes_the_message_in_hand_and_gives_the_rest_back(
 def test_the_metrics_say_what_was_handled(cluster: Cluster, folder: Path, images: str) -> None:
     port = _free_port()
     process = start(cluster, folder, "--queue", images, "--metrics-port", str(port), "jobs:later")
+
+    def counted() -> list[str]:
+        url = f"http://127.0.0.1:{port}/metrics"
+        with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
+            lines = [line for line in answer.read().decode().splitlines() if images in line]
+        found = [line for line in lines if line.startswith("warren_group_handled")]
+        return [line.rpartition(" ")[2] for line in found]
+
     try:
         wait_until(lambda: len(handled(folder)) == 30)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-            text = answer.read().decode()
+        # A message is counted when its handler has returned.
+        wait_until(lambda: counted() == ["30.0"], explain=lambda: str(counted()))
     finally:
         process.send_signal(signal.SIGTERM)
     assert ended(process)[0] == 0
-    lines = [line for line in text.splitlines() if line.startswith("warren_group_handled")]
-    assert [line.rpartition(" ")[2] for line in lines if images in line] == ["30.0"]
 
 
 def _free_port() -> int:

@@ -16,26 +16,29 @@ from sharding.stream.consuming.consumer_options import ConsumerOptions
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.stream_arguments import StreamArguments
 from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.sharded import raw_channel
 from tests.spark.stored import stream_uri
+
+_PATIENT = {"connectTimeout": f"{PATIENCE:g}s", "requestTimeout": f"{PATIENCE:g}s"}
 
 
 def load(session: SparkSession, cluster: Cluster, **options: str) -> DataFrame:
     """A batch."""
-    options = {"uri": stream_uri(cluster), **options}
+    options = {"uri": stream_uri(cluster), **_PATIENT, **options}
     return session.read.format("warren").options(**options).load()
 
 
 def follow(session: SparkSession, cluster: Cluster, **options: str) -> DataFrame:
     """A streaming source."""
-    options = {"uri": stream_uri(cluster), **options}
+    options = {"uri": stream_uri(cluster), **_PATIENT, **options}
     return session.readStream.format("warren").options(**options).load()
 
 
 def send(environment: StreamEnvironment, name: str, bodies: Sequence[bytes], **how: Any) -> None:
     with environment.producer(name) as producer:
         producer.send_many(bodies, **how)
-        producer.flush(timeout=30).raise_for_failures()
+        producer.flush(timeout=PATIENCE).raise_for_failures()
 
 
 def bodies(count: int, first: int = 0) -> list[bytes]:
@@ -61,7 +64,7 @@ def run_available(frame: DataFrame, folder: Path) -> list[list[Any]]:
         .start()
     )
     try:
-        assert query.awaitTermination(120)
+        assert query.awaitTermination(2 * round(PATIENCE))
     finally:
         query.stop()
     return batches
@@ -92,7 +95,7 @@ def truncated_stream(environment: StreamEnvironment) -> Iterator[tuple[str, int]
             settled.append(ends.first if ends is not None else 0)
             return settled[-1] > 0
 
-        wait_until(has_settled, timeout=60)
+        wait_until(has_settled)
         yield name, settled[-1]
     finally:
         environment.delete_stream(name)

@@ -12,8 +12,10 @@ from sharding import Policy
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.formats.columns import Columns
 from sharding.stream.producing.partitioning import by_hash
+from tests import patient
 from tests.cluster import Cluster
 from tests.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of
+from tests.streams import await_replicas
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,19 @@ def environment_of(cluster: Cluster) -> StreamEnvironment:
     return StreamEnvironment(
         *(node.endpoint.stream_url for node in cluster.nodes),
         amqp_url=cluster.nodes[0].endpoint.amqp_url,  # 3.10 makes super streams over AMQP
+        **patient.STREAMS,
     )
 
 
 @contextmanager
-def super_stream(environment: StreamEnvironment, partitions: int = 3) -> Iterator[str]:
+def super_stream(
+    environment: StreamEnvironment, partitions: int = 3, replicas: int = 2
+) -> Iterator[str]:
     name = f"orders-{secrets.token_hex(4)}"
     environment.create_super_stream(name, partitions=partitions)
     try:
+        for stream in environment.partitions(name):
+            await_replicas(environment, stream, replicas)
         yield name
     finally:
         environment.delete_super_stream(name)
@@ -53,6 +60,7 @@ def one_stream(environment: StreamEnvironment) -> Iterator[str]:
     name = f"orders-{secrets.token_hex(4)}"
     environment.create_stream(name)
     try:
+        await_replicas(environment, name)
         yield name
     finally:
         environment.delete_stream(name)
@@ -62,7 +70,7 @@ def one_stream(environment: StreamEnvironment) -> Iterator[str]:
 def sharded_queue(cluster: Cluster) -> Iterator[str]:
     """A logical queue with a shard on each node; its queues go with it."""
     logical = fresh_queue()
-    with topology_of(cluster.nodes) as topology:
+    with topology_of(cluster.nodes, options=patient.TOPOLOGY) as topology:
         topology.set_policy(Policy.exactly(logical, 1, name=logical))
         topology.ensure(logical)
         try:

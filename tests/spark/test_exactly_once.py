@@ -17,6 +17,7 @@ from spark import PublishOptions, exactly_once, publish_partition
 from spark.option_values import BadOption
 from spark.own_shards import OwnShards
 from tests.cluster import Cluster
+from tests.cluster.waiting import PATIENCE
 from tests.spark.stored import Orders, one_stream, stored_in, stream_uri, super_stream
 
 pytestmark = pytest.mark.cluster
@@ -38,7 +39,7 @@ def rows_of(session: SparkSession, cluster: Cluster, source: str) -> DataFrame:
 
 def run(writer: DataStreamWriter, checkpoint: Path) -> None:
     query = writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
-    assert query.awaitTermination(200)
+    assert query.awaitTermination(4 * round(PATIENCE))
 
 
 def undo_last_commit(checkpoint: Path) -> int:

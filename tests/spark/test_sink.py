@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 from sharding.stream.environment import StreamEnvironment
 from spark import PublishOptions, publish_partition
 from tests.cluster import Cluster
+from tests.cluster.waiting import PATIENCE
 from tests.spark.stored import Orders, one_stream, stored_in, stream_uri, super_stream
 
 pytestmark = pytest.mark.cluster
@@ -53,7 +54,7 @@ def test_properties_and_headers_are_stored_with_the_row(
             "append"
         ).save()
         with environment.consumer(name, offset="first") as consumer:
-            message = next(iter(consumer.messages(timeout=10)))
+            message = next(iter(consumer.messages(timeout=PATIENCE)))
     assert (message.key, message.body) == ("k", b"v")
     assert message.application_properties == {"region": "eu", "none": None}
     assert message.properties is not None
@@ -76,7 +77,7 @@ def test_streaming_query_stores_every_row(
             .trigger(availableNow=True)
             .start()
         )
-        query.awaitTermination(120)
+        assert query.awaitTermination(2 * round(PATIENCE))
         stored = stored_in(environment, environment.partitions(target))
     assert ORDERS.lost_and_twice(stored) == (0, 0)
     ORDERS.assert_in_order(stored)

@@ -14,7 +14,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from sharding.stream.environment import StreamEnvironment
-from tests.cluster import Cluster
+from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.sharded import raw_channel
 from tests.spark.sources import (
     bodies,
@@ -106,6 +107,8 @@ def test_a_range_may_begin_and_end_anywhere(
 ) -> None:
     with one_stream(environment) as name:
         send(environment, name, bodies(100))
+        sent = now_ms()
+        wait_until(lambda: now_ms() > sent + 1)  # stored times have milliseconds only
         middle = datetime.now(UTC)
         send(environment, name, bodies(100, first=100))
 
@@ -210,7 +213,7 @@ def test_the_broker_leaves_out_chunks_that_the_filter_does_not_want(
             for region in (*regions, *regions):
                 for _ in range(100):
                     producer.send(region.encode(), filter_value=region)
-                producer.flush(timeout=10).raise_for_failures()  # so that each has its chunks
+                producer.flush(timeout=PATIENCE).raise_for_failures()  # so that each has its chunks
 
         def found(filter_values: str) -> dict[str, int]:
             frame = load(

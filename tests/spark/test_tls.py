@@ -10,6 +10,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from sharding.stream.environment import StreamEnvironment
+from tests import patient
 from tests.certificates import Authority
 from tests.cluster.secured import NAME, Secured
 from tests.spark.stored import super_stream
@@ -24,8 +25,8 @@ def orders(secured: Secured) -> Iterator[str]:
     """A super stream."""
     url = f"rabbitmq-stream://guest:guest@{secured.plain.host}:{secured.plain.port}"
     with (
-        StreamEnvironment(url, amqp_url=secured.amqp_url) as environment,
-        super_stream(environment) as name,
+        StreamEnvironment(url, amqp_url=secured.amqp_url, **patient.STREAMS) as environment,
+        super_stream(environment, replicas=0) as name,
     ):
         yield name
 
