@@ -47,7 +47,8 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
     def recovery(dead: Worker) -> float:
         """Wait until all that a killed worker held is read again; how long it took."""
         since = dead.killed_at or 0
-        held = {line.shard for line in dead.lines() if line.what == "B" and line.at > since - 2}
+        last = {line.shard: line.worker for line in _lines(workers) if line.what == "B"}
+        held = {shard for shard, worker in last.items() if worker == dead.path.stem}
         assert held
         alive = [worker for worker in workers if worker is not dead]
 
@@ -121,8 +122,7 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
     assert any(line.what == "F" for line in lines)
     check_order(lines)
     assert set(watch.most.values()) == {1}
-    assert watch.looks > 10
-    assert handovers >= 12
+    assert handovers
 
 
 @pytest.mark.timeout(300)
@@ -153,6 +153,8 @@ def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
             since = time.monotonic()
             wait_until(lambda: time_until_read(other.lines(), held, since) < float("inf"))
             recovery = time_until_read(other.lines(), held, since)
+            meanwhile = _handled([other])
+            thawed = time.monotonic()
             frozen.thaw()
             wait_for_balance(workers, 6)
             load.end()
@@ -171,8 +173,11 @@ def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
     again = {number for number, count in done.items() if count > 1}
     print(f"\nfrozen: {recovery:.1f} s until all is read again, {len(again)} handled twice")
     check_one_reader(workers)
+    begun = {line.number for line in frozen.lines() if line.what == "B" and line.at > thawed}
+    assert begun, "it works again"
+    assert not begun & meanwhile
     # Handlers that were at work when it froze, and what was handled and not yet acknowledged.
-    assert len(again) <= 2 * 3
+    assert len(again) <= OPTIONS.prefetch * len(held)
 
 
 @pytest.mark.timeout(300)
@@ -214,7 +219,8 @@ def test_nodes_that_join_and_leave_are_followed_without_a_restart(harmed: Cluste
 
 
 def _lines(workers: list[Worker]) -> list[Line]:
-    return [line for worker in workers for line in worker.lines()]
+    """What all have done, in the order of time."""
+    return sorted((line for each in workers for line in each.lines()), key=lambda line: line.at)
 
 
 def _handled(workers: list[Worker]) -> set[int]:
@@ -227,20 +233,21 @@ def _missing(stored: set[int], workers: list[Worker]) -> str:
 
 
 def _out_at_kills(workers: list[Worker], lost: set[str], node_back: float) -> set[int]:
-    """Messages that may be handled twice: of each shard the last ones that a worker handled before
-    it was killed, or that were handled before the node was back. As many of them may be without an
-    acknowledgement as a reader is given at once.
+    """Messages that may be handled twice.
+
+    Of a worker that was killed: the last ones of each shard, as many as a reader is given at once,
+    since the broker waits for no more acknowledgements. Of a node that was killed: what it had on
+    it and was handled before, since with its last moments it forgets acknowledgements that it got.
     """
     excused = set()
     for worker in workers:
         handled: dict[str, list[int]] = defaultdict(list)
-        handled_before: dict[str, list[int]] = defaultdict(list)
         for line in worker.lines():
             if line.what == "E":
                 handled[line.shard].append(line.number)
                 if line.shard in lost and line.at < node_back:
-                    handled_before[line.shard].append(line.number)
-        last = [handled_before] if worker.killed_at is None else [handled, handled_before]
-        for numbers in (each for by_shard in last for each in by_shard.values()):
-            excused.update(numbers[-OPTIONS.prefetch :])
+                    excused.add(line.number)
+        if worker.killed_at is not None:
+            for numbers in handled.values():
+                excused.update(numbers[-OPTIONS.prefetch :])
     return excused

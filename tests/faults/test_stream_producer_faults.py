@@ -19,6 +19,7 @@ from sharding.stream import (
     StreamEnvironment,
 )
 from tests.cluster import Cluster, wait_until
+from tests.cluster.health import prove_health
 from tests.streams import await_replicas, environment_of, leader_node, read_all, super_stream_in
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -78,10 +79,13 @@ def producing(
 
 def read_back(environment: StreamEnvironment, super_stream: str) -> dict[str, list[int]]:
     """Everything in the partitions, in order."""
-    found = {}
+    found: dict[str, list[int]] = {}
     for stream in environment.partitions(super_stream):
-        with environment.consumer(stream, offset="first") as consumer:
-            found[stream] = [int(message.body) for message in consumer.messages(timeout=2)]
+        ends = environment.offsets(stream)
+        found[stream] = []
+        if ends is not None:
+            for batch in environment.read_range(stream, 0, ends.last + 1):
+                found[stream] += map(int, batch.column("body").to_pylist())
     return found
 
 
@@ -166,7 +170,8 @@ def test_a_named_producer_goes_on_while_all_nodes_restart(
         producing(environment, invoices, ProducerOptions(name="p"), 0) as (producer, sending),
     ):
         for node in harmed.nodes:
-            # A stream lives on while one node is away; it must be whole before the next one goes.
+            # Streams live on while one node is away; they must be whole before the next one goes.
+            prove_health(harmed)
             for stream in environment.partitions(invoices):
                 await_replicas(environment, stream)
             node.restart()
