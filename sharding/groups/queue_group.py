@@ -137,7 +137,8 @@ class ConsumerGroup:
                 return True
             self._unsubscribe()
             if self._steward is not None:
-                loop.call_soon_threadsafe(self._steward.wind_down)
+                with suppress(RuntimeError):  # it has ended by itself
+                    loop.call_soon_threadsafe(self._steward.wind_down)
             patience = self.options.stop_timeout if timeout is None else timeout
             logger.info("stopping; handlers have %g s to finish", patience)
             finished = workshop.stop(patience)

@@ -26,6 +26,7 @@ from sharding.groups import (
     Retry,
 )
 from sharding.groups.membership import exchange_of
+from sharding.groups.shard_reader import NotLockable
 from tests import patient
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
@@ -476,6 +477,28 @@ def test_a_queue_that_accepts_two_exclusive_consumers_is_refused(
         channel.queue_declare(shard, durable=True, arguments={"x-queue-type": "quorum"})
     group = ConsumerGroup(topology, images, lambda _: None, options=patient.group())
     with pytest.raises(Exception, match="quorum queues do not know exclusive consumers"):
+        group.run()
+
+
+def test_a_worker_that_has_just_ended_by_itself_can_be_stopped(
+    cluster: Cluster, topology: Topology, images: str
+) -> None:
+    """Its loop is closed, its thread not gone yet: what it failed of is told, nothing else."""
+    stopping = threading.Event()
+
+    class Lingering(ConsumerGroup):
+        def _run(self, started: threading.Event) -> None:
+            super()._run(started)
+            stopping.wait(PATIENCE)
+
+    shard = shards_of(topology, images)[0]
+    with raw_channel(cluster.nodes[0]) as channel:
+        channel.queue_delete(shard)
+        channel.queue_declare(shard, durable=True, arguments={"x-queue-type": "quorum"})
+    group = Lingering(topology, images, lambda _: None, options=patient.group())
+    group.start()
+    group._unsubscribe = stopping.set  # called when stop() has found the thread alive
+    with pytest.raises(NotLockable, match="quorum queues do not know exclusive consumers"):
         group.run()
 
 
