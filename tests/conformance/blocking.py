@@ -11,11 +11,11 @@ from typing import Any
 
 import pika
 
-from tests import patient
 from tests.cluster.waiting import PATIENCE
 from tests.conformance import values
 from tests.conformance.caller import Caller, Outcome, Publication, Wrap
 from tests.conformance.values import HANGS, Value
+from tests.support import patient
 
 
 class BlockingCaller(Caller):

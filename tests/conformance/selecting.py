@@ -10,12 +10,12 @@ from typing import Any
 import pika
 from pika.spec import Basic
 
-from tests import patient
 from tests.cluster.waiting import PATIENCE
 from tests.conformance import values
 from tests.conformance.blocking import properties, sever
 from tests.conformance.caller import Caller, Outcome, Publication, Wrap
 from tests.conformance.values import HANGS, Value
+from tests.support import patient
 
 Start = Callable[[Outcome], object]
 """Begins a call in the loop's thread; the outcome is given by a callback."""

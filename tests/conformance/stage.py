@@ -16,12 +16,12 @@ import pika
 from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import ChannelClosedByBroker
 
-from tests import patient
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.conformance import recorded, values
 from tests.conformance.callers import CALLERS, Caller, Wrap
 from tests.conformance.values import Transcript, Value
+from tests.support import patient
 
 LOGICAL = "images"
 SHARDS_PER_NODE = 2

@@ -15,13 +15,13 @@ import pytest
 
 from interceptors import AioShardedChannel, AsyncShardedChannel, ShardedChannel
 from sharding import Topology
-from tests import patient
 from tests.cluster import Cluster
 from tests.conformance import recorded
 from tests.conformance.callers import CALLERS, Wrap
 from tests.conformance.script import SCENARIOS
 from tests.conformance.stage import Stage, wrapped_stage
 from tests.sharded import topology_of
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 

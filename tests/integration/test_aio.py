@@ -25,9 +25,9 @@ from sharding.errors import OutcomeUnknown
 from sharding.management import NoAnswer
 from sharding.shard_map import Shard, ShardMap
 from sharding.topology import Topology, TopologyOptions
-from tests import patient
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 

@@ -12,10 +12,10 @@ from pika.exceptions import ChannelClosedByBroker, ChannelWrongStateError, Unrou
 
 from interceptors import Placement, ShardedChannel
 from sharding import InvalidInput, Policy, ShardMap, ShardUnavailable, Topology
-from tests import patient
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 

@@ -20,11 +20,11 @@ from sharding.counting import Source
 from sharding.groups import ConsumerGroup, StreamConsumerGroup
 from sharding.stream import StreamEnvironment
 from sharding.topology import Topology
-from tests import patient
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.integration.test_pika_async import Client
 from tests.sharded import connection_to, fresh_queue, raw_channel, topology_of
+from tests.support import patient
 from tests.unit.test_metrics import scraped
 
 pytestmark = pytest.mark.cluster

@@ -32,10 +32,10 @@ from sharding import InvalidInput, Policy, Shard, ShardName, ShardUnavailable
 from sharding.consumers import Claims
 from sharding.shard_map import ShardMap
 from sharding.topology import Topology
-from tests import patient
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 

@@ -26,9 +26,9 @@ from sharding import (
     ShardName,
     ShardUnavailable,
 )
-from tests.clocks import Clock, TimedPublisher
 from tests.cluster import Cluster, wait_until
 from tests.cluster import Node as ClusterNode
+from tests.support.clocks import Clock, TimedPublisher
 
 pytestmark = pytest.mark.cluster
 

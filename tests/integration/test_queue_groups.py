@@ -27,10 +27,10 @@ from sharding.groups import (
 )
 from sharding.groups.membership import exchange_of
 from sharding.groups.shard_reader import NotLockable
-from tests import patient
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.sharded import fresh_queue, raw_channel, topology_of
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 

@@ -17,11 +17,11 @@ import pytest
 from sharding import Policy, metrics
 from sharding.sight import Watched, queue_view, stream_view
 from sharding.stream import StreamEnvironment
-from tests import patient
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.sharded import fresh_queue, raw_channel, topology_of
+from tests.support import patient
 from tests.unit.test_metrics import scraped
 
 pytestmark = pytest.mark.cluster

@@ -8,11 +8,11 @@ import pika
 import pytest
 
 from sharding.stream import Columns, StreamEnvironment
-from tests import patient
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.sharded import raw_channel
 from tests.streams import environment_of, stream_in
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 

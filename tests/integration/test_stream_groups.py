@@ -25,12 +25,12 @@ from sharding.groups import (
 from sharding.groups.stream_members import members_stream
 from sharding.stream import Message, StreamEnvironment, StreamNotFound
 from sharding.stream.errors import NotSupported
-from tests import patient
 from tests.cluster import Cluster, wait_until
 from tests.cluster.pool import Pool
 from tests.cluster.waiting import PATIENCE
 from tests.conftest import OLDEST_VERSION
 from tests.streams import environment_of, fresh_stream, stream_in, super_stream_in
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 

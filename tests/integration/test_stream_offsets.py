@@ -9,10 +9,10 @@ import pytest
 
 from sharding.errors import InvalidInput
 from sharding.stream import ConsumerOptions, StreamEnvironment, StreamNotFound
-from tests import patient
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.streams import environment_of, publish, read_all, stream_in, super_stream_in
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 

@@ -12,10 +12,10 @@ import pytest
 from sharding.stream import StreamEnvironment
 from sharding.stream.consuming.probe import PROBE_NAME
 from sharding.stream.errors import NotSupported
-from tests import patient
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.streams import environment_of, publish, stream_in
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 

@@ -11,11 +11,11 @@ import pytest
 
 from sharding.groups.stream_members import members_stream
 from sharding.stream import StreamEnvironment
-from tests import patient
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.integration.test_worker_command import HANDLERS, ended, handled, start
 from tests.streams import environment_of, super_stream_in
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 

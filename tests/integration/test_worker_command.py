@@ -14,11 +14,11 @@ import pytest
 
 from interceptors import ShardedPublisher
 from sharding import Policy, Topology
-from tests import patient
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.sharded import fresh_queue, raw_channel, topology_of
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 

@@ -12,10 +12,10 @@ from sharding import Policy
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.formats.columns import Columns
 from sharding.stream.producing.partitioning import by_hash
-from tests import patient
 from tests.cluster import Cluster
 from tests.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of
 from tests.streams import await_replicas
+from tests.support import patient
 
 
 @dataclass(frozen=True)

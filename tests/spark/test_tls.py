@@ -10,10 +10,10 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from sharding.stream.environment import StreamEnvironment
-from tests import patient
 from tests.certificates import Authority
 from tests.cluster.secured import NAME, Secured
 from tests.spark.stored import super_stream
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 

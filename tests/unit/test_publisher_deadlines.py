@@ -11,9 +11,9 @@ import pytest
 from interceptors.outcomes import Outcome, Result
 from interceptors.publisher import WindowFull
 from sharding import ShardMap
-from tests.clocks import Clock, TimedPublisher
 from tests.cluster import wait_until
 from tests.maps import queue_map
+from tests.support.clocks import Clock, TimedPublisher
 
 
 class NoWay:
