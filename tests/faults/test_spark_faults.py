@@ -33,12 +33,18 @@ from tests.spark.stored import (
     super_stream,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+    pytest.mark.twin(
+        "spark/test_exactly_once.py::"
+        "test_batch_that_is_run_again_in_another_order_and_other_tasks_is_stored_once"
+    ),
+]
 
 ORDERS = Orders(keys=100, of_each=200)
 ROWS_PER_BATCH = 5_000
 every_sink = pytest.mark.parametrize("sink", ["exactly_once", "stream", "queue"])
-twin = pytest.mark.twin("faults/test_spark_faults.py::test_python_workers_killed_mid_batch")
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,6 @@ def judge(sink: str, what: str, stored: Mapping[str, Sequence[StoredRow]]) -> No
         ORDERS.assert_in_order(stored)
 
 
-@twin
 @every_sink
 def test_drivers_killed_mid_batch(sink: str, cluster: Cluster, tmp_path: Path) -> None:
     with copying(sink, cluster, tmp_path) as (driver, target):
@@ -139,10 +144,7 @@ def test_drivers_killed_mid_batch(sink: str, cluster: Cluster, tmp_path: Path) -
     judge(sink, f"3 drivers killed with {seen} rows stored", stored)
 
 
-@pytest.mark.parametrize(
-    "sink",
-    ["exactly_once", pytest.param("stream", marks=twin), pytest.param("queue", marks=twin)],
-)
+@every_sink
 def test_python_workers_killed_mid_batch(sink: str, cluster: Cluster, tmp_path: Path) -> None:
     killed = []
     with copying(sink, cluster, tmp_path) as (driver, target):
@@ -160,7 +162,6 @@ def test_python_workers_killed_mid_batch(sink: str, cluster: Cluster, tmp_path: 
     judge(sink, f"{killed} Python workers killed", stored)
 
 
-@twin
 @every_sink
 def test_leader_killed_mid_batch(sink: str, harmed: Cluster, tmp_path: Path) -> None:
     with copying(sink, harmed, tmp_path) as (driver, target):

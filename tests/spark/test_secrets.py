@@ -77,11 +77,12 @@ def test_a_password_in_an_option_is_in_nothing_that_spark_writes(
             send(environment, name, bodies(100))
             options = {"stream": name, "user": user, "password": password}
             assert use(session, cluster, tmp_path, options) == (100, 100)
+            soon = {**options, "requestTimeout": "1s"}
             for failing in (
                 {**options, "password": wrong},
                 {**options, "startingOffsets": "never"},
-                {**options, "uri": "rabbitmq-stream://127.0.0.1:1"},
-                {**options, "uri": f"rabbitmq-stream://{user}:{password}@127.0.0.1:1"},
+                {**soon, "uri": "rabbitmq-stream://127.0.0.1:1"},
+                {**soon, "uri": f"rabbitmq-stream://{user}:{password}@127.0.0.1:1"},
             ):
                 with pytest.raises(PySparkException) as caught:
                     load(session, cluster, **failing).collect()

@@ -30,6 +30,8 @@ from tests.spark.stored import Orders, one_stream, stream_uri, super_stream
 
 pytestmark = pytest.mark.cluster
 
+NOWHERE = "rabbitmq-stream://127.0.0.1:1"
+
 
 def test_every_row_of_a_super_stream_comes_once_with_all_its_columns(
     session: SparkSession, cluster: Cluster, environment: StreamEnvironment
@@ -250,7 +252,7 @@ def test_what_retention_deleted_fails_the_query_and_says_what_is_gone(
         ({"stream": "no-such-stream"}, "option 'stream': must exist; found 'no-such-stream'"),
         ({"superStream": "no-such"}, "must be a super stream that exists; found 'no-such'"),
         ({"stream": "a", "uri": "rabbitmq-stream://ann:canary-1@h"}, "passwordFile"),
-        ({"stream": "a", "uri": "rabbitmq-stream://127.0.0.1:1"}, "127.0.0.1:1"),
+        ({"stream": "a", "uri": NOWHERE, "requestTimeout": "1s"}, "127.0.0.1:1"),
         ({"stream": "a", "password": "canary-1"}, "authentication failure"),
         ({"stream": "a", "passwordEnv": "NOBODY_SETS_THIS"}, "'NOBODY_SETS_THIS' is not set"),
     ],
