@@ -21,6 +21,9 @@ from tests.support.scheduling import ByGroup, in_order
 
 OLDEST_VERSION = "3.10"
 
+# JVMs of tests live for a minute: compiling for speed would take half of their time on the CPU.
+os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+
 # The same examples in every run, however slow the machine: a failure is a change of the code.
 settings.register_profile(
     "the same every time",
