@@ -31,7 +31,7 @@ from tests.sharded import connection_to, drain, fresh_queue, shards_in_broker, t
 
 pytestmark = pytest.mark.cluster
 
-SECONDS = float(os.environ.get("WARREN_FAULT_SECONDS", "15"))
+SECONDS = float(os.environ.get("WARREN_FAULT_SECONDS", "6"))
 CONFIRM_TIMEOUT = 5.0
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 

@@ -27,7 +27,7 @@ from tests.sharded import fresh_queue, topology_of
 
 pytestmark = pytest.mark.cluster
 
-MESSAGES = int(os.environ.get("WARREN_GROUP_MESSAGES", "8000"))
+MESSAGES = int(os.environ.get("WARREN_GROUP_MESSAGES", "4000"))
 RATE = 400.0
 
 

@@ -26,7 +26,7 @@ from tests.streams import environment_of, leader_node, super_stream_in
 
 pytestmark = pytest.mark.cluster
 
-MESSAGES = int(os.environ.get("WARREN_GROUP_MESSAGES", "8000"))
+MESSAGES = int(os.environ.get("WARREN_GROUP_MESSAGES", "4000"))
 PARTITIONS = 12
 RATE = 400
 KEYS = 200

@@ -21,14 +21,13 @@ ORDERS = int(os.environ.get("WARREN_PIPELINE_ORDERS", "100000"))
 PARTITIONS = 6
 
 
-on_executors = pytest.mark.twin(
-    "spark/test_round_trip.py::"
-    "test_every_row_comes_back_once_and_no_partition_is_read_from_its_leader"
+in_one_process = pytest.mark.twin(
+    "spark/test_pipeline.py::test_every_row_comes_back_once_in_order_and_from_a_replica"
 )
 
 
 @pytest.mark.parametrize(
-    "master", ["local[2]", pytest.param("local-cluster[2,1,1024]", marks=on_executors)]
+    "master", ["local-cluster[2,1,1024]", pytest.param("local[2]", marks=in_one_process)]
 )
 def test_every_row_comes_back_once_in_order_and_from_a_replica(
     cluster: Cluster, master: str
