@@ -105,7 +105,20 @@ def kill_a_leader(
     return took
 
 
-@pytest.mark.parametrize("sub_entries", [0, 100], ids=["simple", "sub-entries"])
+@pytest.mark.parametrize(
+    "sub_entries",
+    [
+        pytest.param(100, id="sub-entries"),
+        pytest.param(
+            0,
+            id="simple",
+            marks=pytest.mark.twin(
+                "faults/test_stream_faults.py::"
+                "test_nothing_is_lost_or_repeated_when_a_leader_is_killed"
+            ),
+        ),
+    ],
+)
 def test_a_named_producer_loses_repeats_and_reorders_nothing_when_a_leader_is_killed(
     harmed: Cluster, chosen_version: str, sub_entries: int
 ) -> None:

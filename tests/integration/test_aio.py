@@ -763,7 +763,18 @@ def test_node_behind_a_balancer_is_recognised(
     asyncio.run(play())
 
 
-@both_kinds
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "robust",
+        pytest.param(
+            "plain",
+            marks=pytest.mark.twin(
+                "integration/test_aio.py::test_every_wait_for_a_frozen_node_ends"
+            ),
+        ),
+    ],
+)
 def test_every_wait_for_a_frozen_node_ends(
     harmed: Cluster, harmed_topology: Topology, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -822,7 +833,18 @@ def test_every_wait_for_a_frozen_node_ends(
     asyncio.run(play(here))
 
 
-@both_kinds
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "robust",
+        pytest.param(
+            "plain",
+            marks=pytest.mark.twin(
+                "integration/test_aio.py::test_nack_is_raised_and_the_shard_suspected"
+            ),
+        ),
+    ],
+)
 def test_nack_is_raised_and_the_shard_suspected(
     harmed: Cluster, harmed_topology: Topology, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
