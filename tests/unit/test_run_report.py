@@ -1,0 +1,63 @@
+"""A run that boots more clusters than its pool has says which test asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import boots
+from tests.cluster.pool import Discarded
+from tests.support.run_report import too_many
+
+
+@dataclass
+class FakePool:
+    """What a run's pool knows of clusters that could not be healed."""
+
+    lost: list[Discarded] = field(default_factory=list)
+
+    def discarded(self) -> list[Discarded]:
+        return self.lost
+
+
+def complaints(*lost: Discarded) -> list[str]:
+    pool: Any = FakePool(list(lost))
+    return too_many(pool)
+
+
+@pytest.fixture(autouse=True)
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(boots.VARIABLE, str(tmp_path / "boots"))
+    monkeypatch.delenv(boots.EXPECTED, raising=False)
+
+
+def boot(cluster: str, monkeypatch: pytest.MonkeyPatch, test: str) -> None:
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{test} (setup)")
+    boots.note(cluster, 3, "4.0.5", 12.5)
+
+
+def test_cluster_of_the_pool_may_be_booted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with boots.expected():
+        boot("pool-healthy", monkeypatch, "tests/a.py::test_first")
+        assert complaints() == []
+        boot("pool-healthy", monkeypatch, "tests/a.py::test_second")
+    (complaint,) = complaints()
+    assert "pool-healthy was booted for tests/a.py::test_second" in complaint
+
+
+def test_cluster_that_was_discarded_may_be_booted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with boots.expected():
+        boot("pool-harmed", monkeypatch, "tests/a.py::test_first")
+        boot("pool-harmed", monkeypatch, "tests/a.py::test_second")
+    assert complaints(Discarded("pool-harmed", "test_first", "no leader")) == []
+
+
+def test_boot_by_a_test_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    boot("run-1234", monkeypatch, "tests/a.py::test_of_its_own")
+    (complaint,) = complaints()
+    assert "tests/a.py::test_of_its_own" in complaint
+    assert "boots_clusters" in complaint
+    assert boots.noted()[0].seconds == 12.5
