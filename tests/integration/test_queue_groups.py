@@ -262,7 +262,7 @@ def test_a_handler_that_hangs_loses_its_thread_and_no_other_message(
     with ConsumerGroup(topology, images, log, options=options) as group:
         try:
             assert hangs.wait(PATIENCE)
-            clock.advance(0.5)
+            clock.advance(1)
             wait_until(lambda: len(log.handled) == 39, explain=lambda: str(group.counters))
             wait_until(lambda: group.counters["dead_lettered"] == 1)
             assert group.counters["lost_threads"] == 1
