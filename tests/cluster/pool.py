@@ -122,7 +122,9 @@ class Pool:
             try:
                 yield view
             finally:
-                if cluster.source != "environment":
+                if cluster.source == "environment":  # it is not ours to heal
+                    cluster.delete_vhost(view.vhost)
+                else:
                     self._heal_or_discard(view, label)
 
     def cluster(self, kind: str, version: str) -> Cluster:
