@@ -100,7 +100,7 @@ def test_make_up_status_and_down(broker_version: str) -> None:
         ).stdout
 
     try:
-        make("up", name, "NODES=1")
+        make("up", name)
         make("up", second, "NODES=1")
         status = make("status", name)
         for node in [*Cluster.attach(name), *Cluster.attach(second)]:
@@ -108,7 +108,7 @@ def test_make_up_status_and_down(broker_version: str) -> None:
             assert node.endpoint.address in row
             assert f" {broker_version}." in row
             assert " MB " in row
-        assert len(Cluster.attach(name).running_nodes()) == 1
+        assert len(Cluster.attach(name).running_nodes()) == 3
     finally:
         make("down", name)
         assert len(Cluster.attach(second).running_nodes()) == 1

@@ -31,10 +31,14 @@ def leaders_of(cluster: Cluster, streams: tuple[str, ...]) -> dict[str, str]:
     return {stream: management.get("queues", cluster.vhost, stream)["leader"] for stream in streams}
 
 
-@pytest.mark.twin(
+in_one_process = pytest.mark.twin(
     "spark/test_pipeline.py::test_every_row_comes_back_once_in_order_and_from_a_replica"
 )
-@pytest.mark.parametrize("master", ["local[2]", "local-cluster[2,1,1024]"])
+
+
+@pytest.mark.parametrize(
+    "master", ["local-cluster[2,1,1024]", pytest.param("local[2]", marks=in_one_process)]
+)
 def test_every_row_comes_back_once_and_no_partition_is_read_from_its_leader(
     cluster: Cluster, environment: StreamEnvironment, master: str
 ) -> None:

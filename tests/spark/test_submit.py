@@ -63,7 +63,7 @@ def test_a_zip_is_enough_where_warren_is_not_installed(
         options = {"uri": stream_uri(cluster), "superStream": name}
         done = subprocess.run(
             [
-                *(home / "bin" / "spark-submit", "--master", "local-cluster[1,1,1024]"),
+                *(home / "bin" / "spark-submit", "--master", "local-cluster[2,1,1024]"),
                 *("--conf", "spark.ui.enabled=false", "--py-files", archive.name),
                 *(PROJECT / "tests" / "spark" / "submitted.py", json.dumps(options)),
             ],
