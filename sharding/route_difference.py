@@ -13,10 +13,20 @@ Change = tuple[Finding, Finding]
 
 
 def told(changes: Sequence[Change]) -> list[str]:
-    """A sentence for each change; where there are many, for the first, and how many more."""
-    sentences = [route_difference(before, after) for before, after in changes[:MOST_TOLD]]
+    """A sentence for each change; where there are many, for a few, and how many more.
+
+    Changes of leaders come first: publishing waits for them.
+    """
+    first = sorted(changes, key=_keeps_its_leader)[:MOST_TOLD]
+    sentences = [route_difference(before, after) for before, after in first]
     more = len(changes) - len(sentences)
     return [*sentences, f"{more} more routes changed at the same time"] if more else sentences
+
+
+def _keeps_its_leader(change: Change) -> bool:
+    before, after = change
+    known = isinstance(before, StreamRoute) and isinstance(after, StreamRoute)
+    return known and before.leader == after.leader
 
 
 def route_difference(before: Finding, after: Finding) -> str:

@@ -47,3 +47,9 @@ def test_many_changes_at_once_are_counted() -> None:
     assert sentences[-1] == f"{1_000 - MOST_TOLD} more routes changed at the same time"
     assert told(changes[:2]) == [route_difference(*change) for change in changes[:2]]
     assert told([]) == []
+
+
+def test_changes_of_leaders_are_not_among_those_that_are_only_counted() -> None:
+    kept = [(StreamRoute(f"s{n}", A, (B, C)), StreamRoute(f"s{n}", A, (B,))) for n in range(10)]
+    lost = (StreamRoute("t", C, (A, B)), StreamRoute("t", None, (A, B)))
+    assert told([*kept, lost])[0] == "'t' has no leader now (before: c:5552)"
