@@ -91,7 +91,7 @@ def ensure_command(command: str, package: str, why: str) -> str:
     if path is None:
         with _one_at_a_time():
             if shutil.which(command) is None:  # not installed while we waited
-                apt_install(package, why=why)
+                _apt_install(package, why=why)
         path = shutil.which(command)
     if path is None:
         raise Missing(f"{why}; {package} was installed, but there is no {command} on the PATH")
@@ -100,6 +100,11 @@ def ensure_command(command: str, package: str, why: str) -> str:
 
 def apt_install(*packages: str, why: str) -> None:
     """Install packages with apt, without letting them start services of their own."""
+    with _one_at_a_time():
+        _apt_install(*packages, why=why)
+
+
+def _apt_install(*packages: str, why: str) -> None:
     if shutil.which("apt-get") is None or os.geteuid() != 0:
         raise Missing(f"{why}; install {' '.join(packages)} (needs root and apt, not had here)")
     say(f"{why}: installing {' '.join(packages)} with apt")

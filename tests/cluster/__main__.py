@@ -3,7 +3,8 @@
 python -m tests.cluster up [NAME] [--nodes 3] [--version 4.0] [--plugin rabbitmq_sharding]
 python -m tests.cluster down [NAME]         one cluster, or all that were started with up
 python -m tests.cluster status
-python -m tests.cluster prepare VERSION...      what their start would install
+
+`python3 -m tests.cluster.prepare` installs beforehand what a start would.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from rich.console import Console
 
 from tests import machine
-from tests.cluster import DEFAULT_VERSION, Cluster, folders, sources
+from tests.cluster import DEFAULT_VERSION, Cluster, folders
 from tests.cluster.display import cluster_table, exports
 
 DEFAULT_NAME = "warren"
@@ -26,23 +27,12 @@ def main() -> None:
     try:
         if arguments.command == "up":
             _up(arguments, console)
-        elif arguments.command == "prepare":
-            _prepare(arguments.versions)
         elif arguments.command == "down":
             _down(arguments.name, console)
         else:
             _status(console)
     except (machine.Missing, OSError, ValueError, RuntimeError) as problem:
         sys.exit(f"warren: {problem}")
-
-
-def _prepare(versions: list[str]) -> None:
-    """Have the brokers and the balancer here before they are needed, by several tests at once."""
-    for version in versions:
-        source = sources.choose(version)
-        if source in ("path", "root", "apt"):
-            sources.installation(source, version)
-    machine.ensure_command("haproxy", "haproxy", "tests run behind a load balancer")
 
 
 def _up(arguments: argparse.Namespace, console: Console) -> None:
@@ -96,8 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--balancer", action="store_true", help="with HAProxy in front")
     down = commands.add_parser("down", help="stop one cluster, or all")
     down.add_argument("name", nargs="?")
-    prepare = commands.add_parser("prepare", help="install what clusters of these versions need")
-    prepare.add_argument("versions", nargs="+")
     commands.add_parser("status", help="show what is up")
     return parser
 

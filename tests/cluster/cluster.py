@@ -127,6 +127,7 @@ class Cluster:
         plugins: Sequence[str] = (),
         config: str = "",
         extra_ports: Sequence[str] = (),
+        one_core_each: bool = False,
         keep: bool = False,
         owner: list[int] | None = None,
         progress: Progress = silent,
@@ -135,6 +136,9 @@ class Cluster:
 
         `plugins` come on top of management and streams. `config` is added to each rabbitmq.conf;
         `$address` and `$<port>` stand for the node's own, for each name in `extra_ports` too.
+        With `one_core_each` a node runs on one core of the machine only: on few cores it boots for
+        60 % of the work, as its threads wake each other across no core (measured); what it can do
+        at its fastest is less then, so benchmarks do not ask for it.
         It ends with the process that `owner` names, else with this one; with `keep` it outlives
         both, until it is stopped by name.
         """
@@ -158,6 +162,7 @@ class Cluster:
                 plugins=[*PLUGINS, *plugins],
                 config=config,
                 extra_ports=list(extra_ports),
+                one_core_each=one_core_each,
             ),
         )
         for _ in range(nodes):

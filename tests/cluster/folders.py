@@ -63,6 +63,7 @@ class Record:
     plugins: list[str]
     config: str
     extra_ports: list[str]
+    one_core_each: bool = False
     nodes: list[dict[str, Any]] = field(default_factory=list)
 
     @property

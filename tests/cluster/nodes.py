@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
-from sharding.management import Management
+if TYPE_CHECKING:
+    from sharding.management import Management
 
 LISTENERS = ("amqp", "management", "stream")
 
@@ -44,6 +45,8 @@ class Endpoint:
 
     @property
     def management(self) -> Management:
+        from sharding.management import Management  # `prepare` runs where it has no packages yet
+
         url = f"http://{self.address}:{self.ports['management']}"
         return Management(url, self.user, self.password)
 

@@ -142,6 +142,7 @@ class Pool:
                     plugins=wanted.plugins,
                     extra_ports=wanted.extra_ports,
                     config=wanted.config(self.folder, version),
+                    one_core_each=True,
                     owner=_owner(self.name),
                 )
             if kind == "harmed" and booted.source != "environment":
