@@ -25,8 +25,9 @@ def told(changes: Sequence[Change]) -> list[str]:
 
 def _keeps_its_leader(change: Change) -> bool:
     before, after = change
-    known = isinstance(before, StreamRoute) and isinstance(after, StreamRoute)
-    return known and before.leader == after.leader
+    if isinstance(before, StreamRoute) and isinstance(after, StreamRoute):
+        return before.leader == after.leader
+    return False
 
 
 def route_difference(before: Finding, after: Finding) -> str:
