@@ -156,13 +156,15 @@ def harmed(pool: Pool, chosen_version: str, request: pytest.FixtureRequest) -> I
 
 
 @pytest.fixture(scope="module")
-def secured(pool: Pool, chosen_version: str, tmp_path_factory: pytest.TempPathFactory) -> Secured:
+def secured(
+    pool: Pool, chosen_version: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Secured]:
     """A node with TLS, and an authority that it trusts."""
     if choose(chosen_version) in ("docker", "environment"):
         pytest.skip("the broker can't be given the certificates of the test")
-    running = pool.cluster("secured", chosen_version)
-    folder = tmp_path_factory.mktemp("secured")
-    return Secured.of(running, chosen_version, pool.folder, folder)
+    with pool.undivided("secured", chosen_version) as running:
+        folder = tmp_path_factory.mktemp("secured")
+        yield Secured.of(running, chosen_version, pool.folder, folder)
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ class Pool:
     @contextmanager
     def shared(self, kind: str, version: str, label: str) -> Iterator[Cluster]:
         """A virtual host on a cluster that nobody harms; `label` becomes part of its name."""
-        with self._used(self.cluster(kind, version)) as cluster:
+        with self._used(self._cluster(kind, version)) as cluster:
             view = cluster.new_vhost(label)
             try:
                 yield view
@@ -117,7 +117,7 @@ class Pool:
         with (
             folders.locked(f"harm-{version}", self.folder),
             _first_in_line(),
-            self._used(self.cluster("harmed", version)) as cluster,
+            self._used(self._cluster("harmed", version)) as cluster,
         ):
             view = cluster.new_vhost(label)
             try:
@@ -128,8 +128,14 @@ class Pool:
                 else:
                     self._heal_or_discard(view, label)
 
-    def cluster(self, kind: str, version: str) -> Cluster:
-        """The cluster itself, booted if this is the first time that somebody asks."""
+    @contextmanager
+    def undivided(self, kind: str, version: str) -> Iterator[Cluster]:
+        """A cluster as a whole, for tests that need none of their own virtual host."""
+        with self._used(self._cluster(kind, version)) as cluster:
+            yield cluster
+
+    def _cluster(self, kind: str, version: str) -> Cluster:
+        """Booted if this is the first time that somebody asks."""
         name = f"{self.name}-{kind}-{version}"
         with folders.locked(name, self.folder):
             if name in folders.names():

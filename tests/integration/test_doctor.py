@@ -250,9 +250,10 @@ def test_certificate_that_is_not_trusted_is_found(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def lonely(pool: Pool, broker_version: str) -> Node:
+def lonely(pool: Pool, broker_version: str) -> Iterator[Node]:
     """A node that advertises a name which nobody knows."""
-    return pool.cluster("lonely", broker_version).nodes[0]
+    with pool.undivided("lonely", broker_version) as cluster:
+        yield cluster.nodes[0]
 
 
 @pytest.mark.cluster
