@@ -16,6 +16,7 @@ pytest.importorskip("pyspark")
 from pyspark.sql import SparkSession
 
 from sharding.stream.environment import StreamEnvironment
+from spark import connections, queue_shards
 from tests.cluster import Cluster
 from tests.spark.stored import environment_of
 
@@ -70,6 +71,14 @@ def environment(cluster: Cluster) -> Iterator[StreamEnvironment]:
     """A client of the cluster beside Spark, to make streams and to look at them."""
     with environment_of(cluster) as made:
         yield made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_outlives_its_virtual_host() -> Iterator[None]:
+    """What this process keeps between tasks would try for ever to reach a cluster that has gone."""
+    yield
+    for kept in (queue_shards._links, queue_shards._topologies, connections._kept):
+        kept.close_all()
 
 
 @contextmanager
