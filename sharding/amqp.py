@@ -9,12 +9,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
+import logging
 from typing import Any
 
 import pika
 import pika.channel
 import pika.exceptions
 from pika.adapters.asyncio_connection import AsyncioConnection
+from pika.adapters.utils.connection_workflow import (
+    AMQPConnectionWorkflowAborted,
+    AMQPConnectorAborted,
+)
 
 from sharding.amqp_channel import ACCESS_REFUSED as ACCESS_REFUSED
 from sharding.amqp_channel import REPLY_TO as REPLY_TO
@@ -22,7 +27,7 @@ from sharding.amqp_channel import Channel as Channel
 from sharding.amqp_channel import Declared as Declared
 from sharding.amqp_channel import Message as Message
 from sharding.amqp_channel import Refused as Refused
-from sharding.amqp_channel import reason, settle
+from sharding.amqp_channel import innermost, reason, settle
 from sharding.errors import Unreachable
 
 
@@ -135,13 +140,32 @@ def node_token(reply_to: str) -> str:
     return pid[start : start + length].decode()
 
 
+class _GivenUp(pika.exceptions.AMQPError):
+    """We dropped the connection, and whoever waited for it has been told why."""
+
+
 def _abort(connection: Any) -> None:
     """Drop the socket of a connection that does not answer.
 
     pika's own end of a stream: it wants a reason, or an assertion of its fails later on the loop.
     """
     if not connection.is_closed:
-        connection._terminate_stream(pika.exceptions.AMQPError("given up"))
+        connection._terminate_stream(_GivenUp("given up"))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record of pika's tells more than that this side gave a connection up.
+
+    It calls that an error, four times: a worker that is stopped while it connects would seem to
+    have failed.
+    """
+    ours = (_GivenUp, AMQPConnectorAborted, AMQPConnectionWorkflowAborted)
+    errors = (each for each in record.args or () if isinstance(each, BaseException))
+    return not any(isinstance(innermost(error), ours) for error in errors)
+
+
+for _name in ("pika.adapters.utils.connection_workflow", "pika.adapters.base_connection"):
+    logging.getLogger(_name).addFilter(_is_news)
 
 
 def _where(parameters: pika.ConnectionParameters) -> str:

@@ -259,10 +259,16 @@ def settle(future: asyncio.Future[Any], value: Any) -> None:
 
 
 def reason(error: BaseException | str) -> str:
-    """What pika says, on one line; it wraps the cause of a failed connection several times."""
+    """What pika says, on one line."""
+    cause = innermost(error)
+    return " ".join(str(cause).split()) or type(cause).__name__
+
+
+def innermost(error: BaseException | str) -> BaseException | str:
+    """The cause of a failed connection, which pika wraps several times."""
     while (cause := _wrapped(error)) is not None:
         error = cause
-    return " ".join(str(error).split()) or type(error).__name__
+    return error
 
 
 def _wrapped(error: BaseException | str) -> BaseException | None:
