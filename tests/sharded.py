@@ -48,9 +48,7 @@ def raw_channel(node: Node) -> Iterator[BlockingChannel]:
 
 def shards_in_broker(cluster: Cluster, logical: str) -> dict[str, str]:
     """Queue → node of every shard of `logical`, as the management API sees it."""
-    queues: list[dict[str, Any]] = cluster.running_nodes()[0].management.get(
-        "queues", cluster.vhost
-    )
+    queues: list[dict[str, Any]] = cluster.a_running_node().management.get("queues", cluster.vhost)
     return {
         queue["name"]: queue["node"]
         for queue in queues

@@ -70,7 +70,12 @@ def _status(console: Console) -> None:
     if not folders.names():
         console.print("no cluster is up; make up starts one")
     for record in folders.records():
-        cluster = Cluster.attach(record.name)
+        if not record.nodes:  # it is being made
+            continue
+        try:
+            cluster = Cluster.attach(record.name)
+        except FileNotFoundError:  # it ended while others were shown
+            continue
         console.print(cluster_table(cluster))
         console.print(exports(cluster), soft_wrap=True, highlight=False)
 

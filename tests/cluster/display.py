@@ -50,5 +50,5 @@ def _reported(node: Node) -> tuple[str, str]:
         version = node.management.get("overview", timeout=3)["rabbitmq_version"]
         memory = node.management.get("nodes", node.name, timeout=3).get("mem_used")
     except NoAnswer:
-        return ("silent" if node.driver.running() else "down"), "?"
+        return ("silent", "") if node.driver.running() else ("down", "?")
     return str(version), f"{memory / 1e6:.0f} MB" if memory else ""

@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from tests.cluster import folders
 from tests.cluster.configuration import configuration
-from tests.cluster.nodes import Endpoint
+from tests.cluster.nodes import Endpoint, ends_with_a_boot
 
 LABEL = "warren.cluster"
 _INSIDE = {"amqp": 5672, "management": 15672, "stream": 5552}
@@ -108,6 +108,10 @@ class DockerNode:
         if code:
             raise RuntimeError(f"rabbitmqctl {arguments[0]}: {output.decode()}")
         return str(output.decode())
+
+    def has_booted(self) -> bool:
+        container = self._container()
+        return container is not None and ends_with_a_boot(container.logs().decode())
 
     def last_words(self) -> str:
         container = self._container()

@@ -83,6 +83,9 @@ class ForeignNode:
     def ctl(self, *arguments: str) -> str:
         raise NotOurs(f"rabbitmqctl {' '.join(arguments)} on {self.endpoint.name}: it is not ours")
 
+    def has_booted(self) -> bool:
+        return True
+
     def last_words(self) -> str:
         return "its log is not ours to read"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.cluster import folders, processes
 from tests.cluster.configuration import configuration
-from tests.cluster.nodes import LISTENERS, Endpoint, answers_tcp
+from tests.cluster.nodes import LISTENERS, Endpoint, answers_tcp, ends_with_a_boot
 from tests.cluster.sources import Installation
 from tests.cluster.waiting import wait_until
 
@@ -129,6 +129,10 @@ class NativeNode:
         if done.returncode:
             raise RuntimeError(f"rabbitmqctl {arguments[0]}: {done.stderr or done.stdout}")
         return done.stdout
+
+    def has_booted(self) -> bool:
+        log = self.folder / "log" / f"{self.endpoint.name}.log"
+        return log.exists() and ends_with_a_boot(log.read_text())
 
     def last_words(self) -> str:
         logs = [*sorted((self.folder / "log").glob("*.log")), self.folder / "output.log"]

@@ -45,10 +45,11 @@ class Endpoint:
 
     @property
     def management(self) -> Management:
-        from sharding.management import Management  # `prepare` runs where it has no packages yet
+        # Not at the top: `prepare` imports this module where no package is installed yet.
+        from tests.cluster.patient_management import PatientManagement
 
         url = f"http://{self.address}:{self.ports['management']}"
-        return Management(url, self.user, self.password)
+        return PatientManagement(url, self.user, self.password)
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "address": self.address, "ports": self.ports}
@@ -78,8 +79,16 @@ class Driver(Protocol):
     def ctl(self, *arguments: str) -> str:
         """Run rabbitmqctl against the node."""
 
+    def has_booted(self) -> bool:
+        """Whether it says that its start is complete: listeners answer some time before."""
+
     def last_words(self) -> str:
         """What its log complains of, for an error message."""
+
+
+def ends_with_a_boot(log: str) -> bool:
+    """Whether the newest start that a broker's log tells of is complete."""
+    return log.rfind("Server startup complete") > log.rfind(" Starting RabbitMQ ")
 
 
 def answers_tcp(host: str, port: int, greeting: bytes = b"") -> bool:

@@ -30,18 +30,25 @@ def marked(folder: Path) -> list[int]:
 def _environment(process: Path) -> list[bytes]:
     """The environment of a process; empty if it ended, or is not ours to read.
 
-    In the middle of exec() a process shows an empty environment, so an empty one is read again,
-    unless it belongs to a kernel thread or a zombie: those have no program.
+    In the middle of exec() a process shows an empty environment, for some milliseconds where the
+    machine is busy. Then it also does not know where its environment ends, and is read again;
+    kernel threads and zombies have no program at all.
     """
     try:
-        for _ in range(10):
-            if content := (process / "environ").read_bytes():
-                return content.split(b"\0")
+        while not (content := (process / "environ").read_bytes()):
             (process / "exe").readlink()
+            if _end_of_environment(process):
+                break
             time.sleep(0.001)
     except OSError:
-        pass
-    return []
+        return []
+    return content.split(b"\0")
+
+
+def _end_of_environment(process: Path) -> int:
+    """`env_end` of proc(5), which is 0 while a process has none yet."""
+    after_name = (process / "stat").read_text().rpartition(")")[2].split()
+    return int(after_name[51 - 3])
 
 
 def send(folder: Path, number: signal.Signals) -> int:

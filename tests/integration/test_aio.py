@@ -64,7 +64,7 @@ def shard(topology: Topology, name: str, per_node: int) -> ShardMap:
 
 
 def remove(cluster: Cluster, topology: Topology, name: str) -> None:
-    management = cluster.running_nodes()[0].management
+    management = cluster.a_running_node().management
     topology.forget(name)
     topology.clear_policy(f"exchange {name}")
     for queue in management.get("queues", cluster.vhost, timeout=PATIENCE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pika
 import pytest
 
-from tests.cluster import Cluster, Endpoint, NotOurs, folders, processes
+from tests.cluster import Cluster, Endpoint, NotOurs, folders, processes, wait_until
 from tests.machine import PROJECT
 
 pytestmark = pytest.mark.cluster
@@ -26,10 +27,12 @@ def fresh_name() -> str:
 def traces(name: str) -> list[str]:
     """Whatever is left on this machine of a cluster: processes, mounts, folders."""
     folder = folders.cluster_folder(name)
+    # Not the cache itself, which may be one, nor a root that another run is just making.
+    roots = re.compile(re.escape(f"{folders.cache()}/roots/") + r"\d")
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     return [
         *(f"process {pid}" for pid in processes.marked(folder)),
-        *(line for line in mounts if str(folders.cache()) in line),
+        *(line for line in mounts if roots.search(line)),
         *([f"folder {folder}"] if folder.exists() else []),
     ]
 
@@ -54,10 +57,10 @@ def test_cluster_with_settings_of_its_own_runs_beside_another_and_ends_without_a
         pika.BlockingConnection(second).close()
         with pytest.raises(FileExistsError, match="running already"):
             Cluster.start(name, nodes=1)
-        assert other.running_nodes() == other.nodes
+        wait_until(lambda: other.running_nodes() == other.nodes)
         assert traces(name)
     assert traces(name) == []
-    assert len(cluster.running_nodes()) == 3
+    wait_until(lambda: len(cluster.running_nodes()) == 3)
 
 
 def exchange_types(endpoint: Endpoint) -> set[str]:
@@ -79,9 +82,11 @@ time.sleep(600)
     ) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == b"up\n"
-        run.send_signal(signal.SIGKILL)
-    assert traces(name)
-    assert name in folders.abandoned()
+        with folders.locked("clusters"):  # no other boot cleans up meanwhile
+            run.send_signal(signal.SIGKILL)
+            run.wait()
+            assert traces(name)
+            assert name in folders.abandoned()
     with pytest.raises(RuntimeError, match="no_such_setting"):
         Cluster.start(second, nodes=1, config="no_such_setting = 1")
     assert traces(name) == traces(second) == []
@@ -108,10 +113,10 @@ def test_make_up_status_and_down(broker_version: str) -> None:
             assert node.endpoint.address in row
             assert f" {broker_version}." in row
             assert " MB " in row
-        assert len(Cluster.attach(name).running_nodes()) == 3
+        wait_until(lambda: len(Cluster.attach(name).running_nodes()) == 3)
     finally:
         make("down", name)
-        assert len(Cluster.attach(second).running_nodes()) == 1
+        wait_until(lambda: len(Cluster.attach(second).running_nodes()) == 1)
         make("down", second)
     assert traces(name) == traces(second) == []
 
@@ -139,7 +144,7 @@ def test_brokers_named_in_the_environment_are_used_and_never_harmed(
         for harm in (foreign.nodes[0].kill, foreign.nodes[0].freeze, foreign.add_node):
             with pytest.raises(NotOurs):
                 harm()
-    assert len(cluster.running_nodes()) == 3
+    wait_until(lambda: len(cluster.running_nodes()) == 3)
 
 
 @pytest.mark.docker
