@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
-from tests.cluster import DEFAULT_VERSION, Cluster, NotOurs, boots
+from tests.cluster import DEFAULT_VERSION, Cluster, NotOurs, boots, foreign
 from tests.cluster.docker import engine_answers
 from tests.cluster.pool import Pool
 from tests.cluster.secured import Secured
@@ -98,13 +98,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[POOL].close()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, object, object]:
+def _skip_what_is_not_ours() -> Generator[None, object, object]:
     """A test that would harm brokers which somebody else runs is skipped, and says so."""
     try:
         return (yield)
     except NotOurs as reason:
         pytest.skip(str(reason))
+
+
+pytest_runtest_setup = pytest.hookimpl(wrapper=True)(_skip_what_is_not_ours)
+pytest_runtest_call = pytest.hookimpl(wrapper=True)(_skip_what_is_not_ours)
 
 
 @pytest.fixture(scope="session")
@@ -170,5 +173,7 @@ def secured(
 @pytest.fixture
 def boots_clusters() -> Iterator[None]:
     """For tests of clusters themselves, which can't do with those of the pool."""
+    if foreign.named():
+        raise NotOurs("the brokers named in the environment are used, and no others started")
     with boots.expected():
         yield

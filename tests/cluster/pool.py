@@ -23,9 +23,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.cluster import boots, folders, processes, secured
+from tests.cluster import boots, folders, foreign, processes, secured
 from tests.cluster.cluster import Cluster
 from tests.cluster.health import prove_health
+from tests.cluster.nodes import NotOurs
 
 VARIABLE = "WARREN_POOL"
 """Names the pool of a run to its processes."""
@@ -97,7 +98,7 @@ class Pool:
         """End all clusters of the run."""
         for name in folders.names():
             if name.startswith(f"{self.name}-"):
-                Cluster.attach(name).stop()
+                _stop(name)
         shutil.rmtree(self.folder, ignore_errors=True)
         del os.environ[VARIABLE], os.environ[boots.VARIABLE]
 
@@ -136,6 +137,8 @@ class Pool:
 
     def _cluster(self, kind: str, version: str) -> Cluster:
         """Booted if this is the first time that somebody asks."""
+        if kind == "lonely" and foreign.named():
+            raise NotOurs("the brokers named in the environment advertise what they do")
         name = f"{self.name}-{kind}-{version}"
         with folders.locked(name, self.folder):
             if name in folders.names():
@@ -178,11 +181,13 @@ class Pool:
             healed = _made_whole(view.name)
             healed.delete_vhost(view.vhost)
             prove_health(healed)
-        except (OSError, RuntimeError) as problem:
+        except BaseException as problem:  # an end by pytest-timeout too: it was not proved
             note = Discarded(view.name, test, str(problem))
             with self._discarded.open("a") as file:
                 file.write(json.dumps(asdict(note)) + "\n")
-            Cluster.attach(view.name).stop()
+            _stop(view.name)
+            if not isinstance(problem, Exception):
+                raise
 
 
 @contextmanager
@@ -214,6 +219,13 @@ def _made_whole(name: str) -> Cluster:
     while len(cluster.nodes) < KINDS["harmed"].nodes:
         cluster.add_node()
     return cluster
+
+
+def _stop(name: str) -> None:
+    try:
+        Cluster.attach(name).stop()
+    except (FileNotFoundError, TypeError, ValueError):
+        folders.remove(name)  # its record was never finished
 
 
 def _owner(pool: str) -> list[int]:
