@@ -27,6 +27,7 @@ from tests.spark.stored import (
     amqp_uri,
     count_of,
     environment_of,
+    reach,
     sharded_queue,
     stored_in,
     stream_uri,
@@ -97,7 +98,7 @@ def queued_in(cluster: Cluster, shards: Mapping[str, str]) -> dict[str, list[Sto
 def source_of(cluster: Cluster, environment: StreamEnvironment) -> Iterator[str]:
     """A super stream with all orders."""
     with super_stream(environment) as name:
-        publish_partition(ORDERS, PublishOptions.of(superStream=name, uri=stream_uri(cluster)))
+        publish_partition(ORDERS, PublishOptions.of(superStream=name, **reach(cluster)))
         yield name
 
 

@@ -23,6 +23,7 @@ from pyspark.sql import functions as f
 from sharding.errors import WarrenError
 from sharding.management import Management
 from sharding.stream.consuming.probe import PROBE_NAME
+from tests.spark.stored import PATIENT
 
 KEYS = 5_000
 _PASSES = 20
@@ -118,12 +119,12 @@ def write(session: SparkSession, trip: Trip) -> None:
     key, value = expected(f.col("id"))
     made = session.range(trip.rows).select("id", key.alias("key"), value.alias("value"))
     rows = made.repartition(4, "key").sortWithinPartitions("id").select("key", "value")
-    writer = rows.write.format("warren").option("uri", trip.uri)
+    writer = rows.write.format("warren").options(uri=trip.uri, **PATIENT)
     writer.option("superStream", trip.super_stream).mode("append").save()
 
 
 def read(session: SparkSession, trip: Trip) -> DataFrame:
-    reader = session.read.format("warren").option("uri", trip.uri)
+    reader = session.read.format("warren").options(uri=trip.uri, **PATIENT)
     return reader.option("superStream", trip.super_stream).load()
 
 

@@ -18,20 +18,18 @@ from sharding.stream.stream_arguments import StreamArguments
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.sharded import raw_channel
-from tests.spark.stored import stream_uri
-
-_PATIENT = {"connectTimeout": f"{PATIENCE:g}s", "requestTimeout": f"{PATIENCE:g}s"}
+from tests.spark.stored import reach
 
 
 def load(session: SparkSession, cluster: Cluster, **options: str) -> DataFrame:
     """A batch."""
-    options = {"uri": stream_uri(cluster), **_PATIENT, **options}
+    options = {**reach(cluster), **options}
     return session.read.format("warren").options(**options).load()
 
 
 def follow(session: SparkSession, cluster: Cluster, **options: str) -> DataFrame:
     """A streaming source."""
-    options = {"uri": stream_uri(cluster), **_PATIENT, **options}
+    options = {**reach(cluster), **options}
     return session.readStream.format("warren").options(**options).load()
 
 

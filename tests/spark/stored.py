@@ -13,6 +13,7 @@ from sharding.stream.environment import StreamEnvironment
 from sharding.stream.formats.columns import Columns
 from sharding.stream.producing.partitioning import by_hash
 from tests.cluster import Cluster
+from tests.cluster.waiting import PATIENCE
 from tests.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of
 from tests.streams import await_replicas
 from tests.support import patient
@@ -27,6 +28,14 @@ class StoredRow:
 def stream_uri(cluster: Cluster) -> str:
     """The option `uri`: every node, without a login."""
     return ",".join(node.endpoint.url("stream") for node in cluster.nodes)
+
+
+PATIENT = {"connectTimeout": f"{PATIENCE:g}s", "requestTimeout": f"{PATIENCE:g}s"}
+
+
+def reach(cluster: Cluster) -> dict[str, str]:
+    """Where streams are, for who waits for a broker that is held up."""
+    return {"uri": stream_uri(cluster), **PATIENT}
 
 
 def amqp_uri(cluster: Cluster) -> str:

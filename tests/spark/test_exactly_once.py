@@ -18,7 +18,7 @@ from spark.option_values import BadOption
 from spark.own_shards import OwnShards
 from tests.cluster import Cluster
 from tests.cluster.waiting import PATIENCE
-from tests.spark.stored import Orders, one_stream, stored_in, stream_uri, super_stream
+from tests.spark.stored import Orders, one_stream, reach, stored_in, stream_uri, super_stream
 
 pytestmark = pytest.mark.cluster
 
@@ -28,13 +28,13 @@ ORDERS = Orders(keys=40, of_each=50)
 @pytest.fixture(scope="module")
 def source(cluster: Cluster, environment: StreamEnvironment) -> Iterator[str]:
     with super_stream(environment) as name:
-        publish_partition(ORDERS, PublishOptions.of(superStream=name, uri=stream_uri(cluster)))
+        publish_partition(ORDERS, PublishOptions.of(superStream=name, **reach(cluster)))
         yield name
 
 
 def rows_of(session: SparkSession, cluster: Cluster, source: str) -> DataFrame:
     options = {"superStream": source, "startingOffsets": "earliest", "maxOffsetsPerTrigger": "700"}
-    return session.readStream.format("warren").options(uri=stream_uri(cluster), **options).load()
+    return session.readStream.format("warren").options(**{**reach(cluster), **options}).load()
 
 
 def run(writer: DataStreamWriter, checkpoint: Path) -> None:
@@ -59,9 +59,8 @@ def test_batch_that_is_run_again_in_another_order_and_other_tasks_is_stored_once
     tmp_path: Path,
 ) -> None:
     rows = rows_of(session, cluster, source)
-    uri = stream_uri(cluster)
     with super_stream(environment, partitions=4) as target:
-        how: dict[str, Any] = {"superStream": target, "uri": uri, "order_by": ["offset"]}
+        how: dict[str, Any] = {"superStream": target, **reach(cluster), "order_by": ["offset"]}
         run(exactly_once(rows.repartition(3, "value"), **how), tmp_path / "c")
         assert undo_last_commit(tmp_path / "c") >= 2
         run(exactly_once(rows.repartition(2, "offset"), **how, tasks=2), tmp_path / "c")
@@ -82,7 +81,7 @@ def test_plain_sink_stores_a_batch_that_is_run_again_twice(
     with super_stream(environment, partitions=4) as target:
         for _ in range(2):
             writer = rows.writeStream.format("warren")
-            run(writer.options(uri=stream_uri(cluster), superStream=target), tmp_path / "c")
+            run(writer.options(**reach(cluster), superStream=target), tmp_path / "c")
             undo_last_commit(tmp_path / "c")
         lost, twice = ORDERS.lost_and_twice(stored_in(environment, environment.partitions(target)))
     assert lost == 0
@@ -100,7 +99,7 @@ def test_checkpoint_that_was_set_back_is_refused_instead_of_losing_rows(
     with one_stream(environment) as target:
         how: dict[str, Any] = {
             "stream": target,
-            "uri": stream_uri(cluster),
+            **reach(cluster),
             "order_by": ["partition", "offset"],
         }
         run(exactly_once(rows, **how), tmp_path / "c")
@@ -126,7 +125,7 @@ def test_query_that_was_changed_afterwards_is_refused_before_it_publishes(
     with super_stream(environment, partitions=4) as target:
         own = OwnShards(environment.partitions(target), tasks=4)
         writer = rows.repartition(4, "value").writeStream.format("warren")
-        writer = writer.options(uri=stream_uri(cluster), superStream=target, ownShards=own.dumps())
+        writer = writer.options(**reach(cluster), superStream=target, ownShards=own.dumps())
         with pytest.raises(PySparkException, match="let exactly_once\\(\\) make the query"):
             run(writer, tmp_path / "c")
         assert not any(stored_in(environment, environment.partitions(target)).values())
@@ -136,7 +135,6 @@ def test_what_can_not_hold_is_refused_when_the_query_is_made(
     session: SparkSession, cluster: Cluster, source: str
 ) -> None:
     rows = rows_of(session, cluster, source)
-    uri = stream_uri(cluster)
     for frame, options, words in (
         (rows, {"queue": "q"}, "queues know no publishing ids"),
         (rows, {"superStream": source, "compression": "gzip"}, "an id would stand for many"),
@@ -153,4 +151,4 @@ def test_what_can_not_hold_is_refused_when_the_query_is_made(
         ),
     ):
         with pytest.raises(BadOption, match=words):
-            exactly_once(frame, uri=uri, **options)
+            exactly_once(frame, uri=stream_uri(cluster), **options)

@@ -19,9 +19,9 @@ from tests.spark.stored import (
     StoredRow,
     amqp_uri,
     one_stream,
+    reach,
     sharded_queue,
     stored_in,
-    stream_uri,
     super_stream,
 )
 
@@ -39,7 +39,7 @@ def test_every_row_is_stored_in_the_partition_of_its_key_in_order(
 ) -> None:
     orders = Orders(keys=50, of_each=100)
     with super_stream(environment) as name:
-        options = PublishOptions.of(superStream=name, uri=stream_uri(cluster)).resolved()
+        options = PublishOptions.of(superStream=name, **reach(cluster)).resolved()
         publish_partition(orders, options)
         stored = stored_in(environment, environment.partitions(name))
     assert orders.lost_and_twice(stored) == (0, 0)
@@ -50,7 +50,7 @@ def test_rows_without_a_key_go_to_a_stream(
     cluster: Cluster, environment: StreamEnvironment
 ) -> None:
     with one_stream(environment) as name:
-        options = PublishOptions.of(stream=name, uri=stream_uri(cluster))
+        options = PublishOptions.of(stream=name, **reach(cluster))
         publish_partition([b"a", "b", ("k", b"c")], options)
         assert stored_in(environment, [name])[name] == [
             StoredRow(None, b"a"),
@@ -91,7 +91,7 @@ def test_bad_row_fails_the_partition_and_what_was_before_it_is_kept(
     cluster: Cluster, environment: StreamEnvironment
 ) -> None:
     with super_stream(environment) as name:
-        options = PublishOptions.of(superStream=name, uri=stream_uri(cluster))
+        options = PublishOptions.of(superStream=name, **reach(cluster))
         with pytest.raises(InvalidInput, match="row 1 of the task: 'value' must be bytes"):
             publish_partition([("k", b"a"), ("k", None)], options)
         # The connections are as good as before.
@@ -100,7 +100,7 @@ def test_bad_row_fails_the_partition_and_what_was_before_it_is_kept(
 
 @pytest.mark.parametrize("kind", ["stream", "superStream", "queue"])
 def test_target_that_is_not_there_is_found_when_resolved(cluster: Cluster, kind: str) -> None:
-    wanted = {kind: "no-such-thing", "uri": stream_uri(cluster)}
+    wanted = {kind: "no-such-thing", **reach(cluster)}
     if kind == "queue":
         wanted["amqpUri"] = amqp_uri(cluster)
     with pytest.raises((BadOption, InvalidInput), match=f"option '{kind}'.*no-such-thing"):
@@ -110,7 +110,7 @@ def test_target_that_is_not_there_is_found_when_resolved(cluster: Cluster, kind:
 def test_wrong_password_is_said_without_it(cluster: Cluster) -> None:
     canary = f"canary-{os.getpid()}"
     for wanted in ({"stream": "a"}, {"queue": "a", "amqpUri": amqp_uri(cluster)}):
-        options = PublishOptions.of(**wanted, uri=stream_uri(cluster), password=canary)
+        options = PublishOptions.of(**wanted, **reach(cluster), password=canary)
         with pytest.raises(WarrenError) as caught:
             options.resolved()
         assert canary not in str(caught.value)

@@ -16,7 +16,7 @@ from spark.source import WarrenDataSource
 from tests.cluster import Cluster
 from tests.spark.conftest import SparkFolder
 from tests.spark.sources import bodies, follow, load, run_available, send
-from tests.spark.stored import one_stream, stream_uri
+from tests.spark.stored import one_stream, reach
 
 pytestmark = pytest.mark.cluster
 
@@ -57,7 +57,7 @@ def use(
     (folder / "streaming-plans").write_text(plans(followed))
     batches = run_available(followed, folder)
     written_rows = frame.select("value").write.format("warren")
-    written_rows.options(uri=stream_uri(cluster), **options).mode("append").save()
+    written_rows.options(**{**reach(cluster), **options}).mode("append").save()
     return len(frame.collect()), sum(map(len, batches))
 
 
@@ -108,7 +108,7 @@ def test_a_password_in_a_file_is_not_even_in_what_spark_ships(
         send(environment, name, bodies(10))
         options = {"stream": name, "user": user, "passwordFile": str(file)}
         assert len(load(session, cluster, **options).collect()) == 10
-        source = WarrenDataSource({**options, "uri": stream_uri(cluster)})
+        source = WarrenDataSource({**options, **reach(cluster)})
         reader = source.reader(source.schema())
         shipped = pickle.dumps([source, reader, reader.partitions()])
     assert password.encode() not in shipped

@@ -12,7 +12,7 @@ from sharding.stream.environment import StreamEnvironment
 from spark import PublishOptions, publish_partition
 from tests.cluster import Cluster
 from tests.cluster.waiting import PATIENCE
-from tests.spark.stored import Orders, one_stream, stored_in, stream_uri, super_stream
+from tests.spark.stored import Orders, one_stream, reach, stored_in, super_stream
 
 pytestmark = pytest.mark.cluster
 
@@ -31,7 +31,7 @@ def test_batch_is_stored_once_in_the_partitions_of_its_keys(
         (
             orders.repartition(4, "customer")
             .write.format("warren")
-            .option("uri", stream_uri(cluster))
+            .options(**reach(cluster))
             .option("superStream", name)
             .option("keyColumn", "customer")
             .mode("append")
@@ -50,9 +50,7 @@ def test_properties_and_headers_are_stored_with_the_row(
         "AS properties"
     )
     with one_stream(environment) as name:
-        rows.write.format("warren").options(uri=stream_uri(cluster), stream=name).mode(
-            "append"
-        ).save()
+        rows.write.format("warren").options(**reach(cluster), stream=name).mode("append").save()
         with environment.consumer(name, offset="first") as consumer:
             message = next(iter(consumer.messages(timeout=PATIENCE)))
     assert (message.key, message.body) == ("k", b"v")
@@ -64,16 +62,15 @@ def test_properties_and_headers_are_stored_with_the_row(
 def test_streaming_query_stores_every_row(
     cluster: Cluster, environment: StreamEnvironment, session: SparkSession, tmp_path: Path
 ) -> None:
-    uri = stream_uri(cluster)
     with super_stream(environment) as source, super_stream(environment, partitions=2) as target:
-        publish_partition(ORDERS, PublishOptions.of(superStream=source, uri=uri))
+        publish_partition(ORDERS, PublishOptions.of(superStream=source, **reach(cluster)))
         rows = session.readStream.format("warren").options(
-            uri=uri, superStream=source, startingOffsets="earliest"
+            **reach(cluster), superStream=source, startingOffsets="earliest"
         )
         query = (
             rows.load()
             .writeStream.format("warren")
-            .options(uri=uri, superStream=target, checkpointLocation=str(tmp_path))
+            .options(**reach(cluster), superStream=target, checkpointLocation=str(tmp_path))
             .trigger(availableNow=True)
             .start()
         )
@@ -88,7 +85,7 @@ def test_partitions_of_rdds_and_dataframes_are_published(
 ) -> None:
     with super_stream(environment) as name:
         options = PublishOptions.of(
-            superStream=name, keyColumn="customer", uri=stream_uri(cluster)
+            superStream=name, keyColumn="customer", **reach(cluster)
         ).resolved()
         orders.foreachPartition(lambda rows: publish_partition(rows, options))
         pairs = orders.rdd.map(lambda row: (row.customer, bytes(row.value)))
@@ -110,7 +107,7 @@ def test_partitions_of_rdds_and_dataframes_are_published(
 def test_mistakes_fail_the_plan_in_one_sentence(
     cluster: Cluster, orders: DataFrame, options: dict[str, str], words: str
 ) -> None:
-    writer = orders.write.format("warren").options(uri=stream_uri(cluster), **options)
+    writer = orders.write.format("warren").options(**{**reach(cluster), **options})
     with pytest.raises(PySparkException, match=words):
         writer.mode("append").save()
 
@@ -120,7 +117,7 @@ def test_row_that_can_not_be_sent_fails_the_task_and_is_named(
 ) -> None:
     rows = session.sql("SELECT 'k' AS key, CAST(null AS string) AS value")
     with super_stream(environment) as name:
-        writer = rows.write.format("warren").options(uri=stream_uri(cluster), superStream=name)
+        writer = rows.write.format("warren").options(**reach(cluster), superStream=name)
         with pytest.raises(PySparkException, match="row 0 of the task: 'value' must be bytes"):
             writer.mode("append").save()
         assert not any(stored_in(environment, environment.partitions(name)).values())

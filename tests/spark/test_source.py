@@ -26,7 +26,7 @@ from tests.spark.sources import (
     truncated_stream,
     values,
 )
-from tests.spark.stored import Orders, one_stream, stream_uri, super_stream
+from tests.spark.stored import Orders, one_stream, reach, super_stream
 
 pytestmark = pytest.mark.cluster
 
@@ -280,4 +280,4 @@ def test_offsets_of_a_partition_that_does_not_exist_are_refused(
 def test_another_schema_is_refused(session: SparkSession, cluster: Cluster) -> None:
     reader = session.read.format("warren").schema("value string")
     with pytest.raises(PySparkException, match="is given by the option columns"):
-        reader.options(stream="a", uri=stream_uri(cluster)).load().collect()
+        reader.options(stream="a", **reach(cluster)).load().collect()

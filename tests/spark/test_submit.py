@@ -14,7 +14,7 @@ import pytest
 from sharding.stream.environment import StreamEnvironment
 from tests.cluster import Cluster
 from tests.machine import PROJECT
-from tests.spark.stored import stream_uri, super_stream
+from tests.spark.stored import reach, super_stream
 from tests.spark.submitted import ROWS
 
 pytestmark = pytest.mark.cluster
@@ -60,7 +60,7 @@ def test_a_zip_is_enough_where_warren_is_not_installed(
         "PYTHONPATH": archive.name,
     }
     with super_stream(environment) as name:
-        options = {"uri": stream_uri(cluster), "superStream": name}
+        options = {**reach(cluster), "superStream": name}
         done = subprocess.run(
             [
                 *(home / "bin" / "spark-submit", "--master", "local-cluster[2,1,1024]"),

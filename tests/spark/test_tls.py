@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 from sharding.stream.environment import StreamEnvironment
 from tests.certificates import Authority
 from tests.cluster.secured import NAME, Secured
-from tests.spark.stored import super_stream
+from tests.spark.stored import PATIENT, super_stream
 from tests.support import patient
 
 pytestmark = pytest.mark.cluster
@@ -34,6 +34,7 @@ def orders(secured: Secured) -> Iterator[str]:
 def options(secured: Secured, name: str, **more: str) -> dict[str, str]:
     return {
         "uri": f"rabbitmq-stream+tls://{secured.tls.host}:{secured.tls.port}",
+        **PATIENT,
         "superStream": name,
         "tlsCaFile": str(secured.authority.certificate),
         **more,

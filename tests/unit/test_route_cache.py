@@ -223,11 +223,12 @@ def test_election_that_does_not_end_in_time_is_told() -> None:
 
 
 def test_replicas_of_a_new_stream_are_waited_for() -> None:
-    source = Source(StreamRoute("s", A))
-    with cache_of(source) as cache, ThreadPoolExecutor(1) as pool:
+    source, clock = Source(StreamRoute("s", A)), HandClock()
+    with cache_of(source, clock=clock) as cache, ThreadPoolExecutor(1) as pool:
         assert cache.leader("s", PATIENCE) == A, "who writes needs no replicas"
         waiting = pool.submit(cache.route, "s", PATIENCE)
         source.routes["s"] = S
+        clock.now += 1  # the cache looks again after some time only, and for some time only
         assert waiting.result() == S
 
 
