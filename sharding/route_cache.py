@@ -162,7 +162,7 @@ class RouteCache:
                 if now >= deadline:
                     raise Unreachable(
                         f"nothing is known of the {target.kind.value} {target.name!r} after "
-                        f"{timeout:g} s: {self._failure or 'no answer yet'}"
+                        f"{timeout:g} s: {self._failure or f'no answer yet from {self._source}'}"
                     )
                 self._work.notify()
                 self._news.wait(deadline - now)
