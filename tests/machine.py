@@ -50,8 +50,11 @@ def ensure_venv() -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         return
     say("making .venv with all extras (once; PySpark alone is 450 MB)")
-    if not (VENV / "bin" / "pip").exists():
+    if not stamp.exists():
+        # Nothing that an interrupted run left is taken over: pip counts a package as installed
+        # before it has written its commands.
         _create_venv()
+    stamp.unlink(missing_ok=True)
     pip = [str(VENV / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
     if subprocess.run([*pip, "--editable", f"{PROJECT}[{EXTRAS}]"]).returncode:
         raise Missing("pip could not install the packages in pyproject.toml; its words are above")
@@ -89,6 +92,7 @@ def ensure_command(command: str, package: str, why: str) -> str:
     """The path of `command`, installed with apt if it is not there."""
     path = shutil.which(command)
     if path is None:
+        _check_apt(package, why=why)
         with _one_at_a_time():
             if shutil.which(command) is None:  # not installed while we waited
                 _apt_install(package, why=why)
@@ -100,19 +104,26 @@ def ensure_command(command: str, package: str, why: str) -> str:
 
 def apt_install(*packages: str, why: str) -> None:
     """Install packages with apt, without letting them start services of their own."""
+    _check_apt(*packages, why=why)
     with _one_at_a_time():
         _apt_install(*packages, why=why)
 
 
-def _apt_install(*packages: str, why: str) -> None:
+def _check_apt(*packages: str, why: str) -> None:
     if shutil.which("apt-get") is None or os.geteuid() != 0:
         raise Missing(f"{why}; install {' '.join(packages)} (needs root and apt, not had here)")
+
+
+def _apt_install(*packages: str, why: str) -> None:
     say(f"{why}: installing {' '.join(packages)} with apt")
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     with _no_services():
         for step in (["update"], ["install", "--yes", "--no-install-recommends", *packages]):
             done = subprocess.run(
-                ["apt-get", "-qq", *step], env=quiet, capture_output=True, text=True
+                ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=600", *step],
+                env=quiet,
+                capture_output=True,
+                text=True,
             )
             # A third-party list that fails to update does not matter if the install works.
             if done.returncode and step[0] == "install":
