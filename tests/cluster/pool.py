@@ -74,6 +74,8 @@ class Pool:
         self.name = name
         self.in_use: list[Cluster] = []
         """The clusters that this process uses now: those whose logs explain a failure."""
+        self.failed: list[Cluster] = []
+        """Those that could not be made ready, or whole again: their logs explain that."""
 
     @classmethod
     def open(cls) -> Pool:
@@ -120,7 +122,11 @@ class Pool:
             _first_in_line(),
             self._used(self._cluster("harmed", version)) as cluster,
         ):
-            view = cluster.new_vhost(label)
+            try:
+                view = cluster.new_vhost(label)
+            except BaseException as problem:
+                self._discard(cluster, label, problem)
+                raise
             try:
                 yield view
             finally:
@@ -173,6 +179,9 @@ class Pool:
         self.in_use.append(cluster)
         try:
             yield cluster
+        except BaseException:  # of a fixture: what a test raises does not come here
+            self.failed.append(cluster)
+            raise
         finally:
             self.in_use.remove(cluster)
 
@@ -182,12 +191,17 @@ class Pool:
             healed.delete_vhost(view.vhost)
             prove_health(healed)
         except BaseException as problem:  # an end by pytest-timeout too: it was not proved
-            note = Discarded(view.name, test, str(problem))
-            with self._discarded.open("a") as file:
-                file.write(json.dumps(asdict(note)) + "\n")
-            _stop(view.name)
+            self._discard(view, test, problem)
             if not isinstance(problem, Exception):
                 raise
+
+    def _discard(self, cluster: Cluster, test: str, problem: BaseException) -> None:
+        if cluster.source == "environment":  # somebody else's
+            return
+        note = Discarded(cluster.name, test, str(problem))
+        with self._discarded.open("a") as file:
+            file.write(json.dumps(asdict(note)) + "\n")
+        _stop(cluster.name)
 
 
 @contextmanager

@@ -64,7 +64,9 @@ def pytest_runtest_makereport(
     report = yield
     if report.failed:
         folder = FAILURES / re.sub(r"[^\w.-]+", "-", item.nodeid)
-        _keep(folder, item.config.stash[POOL].in_use)
+        pool = item.config.stash[POOL]
+        _keep(folder, [*pool.in_use, *pool.failed])
+        pool.failed.clear()
         report.sections.append(("logs", f"the brokers' and our own: {folder}"))
     return report
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import boots
-from tests.cluster.pool import Discarded
+from tests.cluster import Cluster, boots
+from tests.cluster.pool import Discarded, Pool
 from tests.support.run_report import too_many
 
 
@@ -61,3 +61,11 @@ def test_boot_by_a_test_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert "tests/a.py::test_of_its_own" in complaint
     assert "boots_clusters" in complaint
     assert boots.noted()[0].seconds == 12.5
+
+
+def test_cluster_that_a_fixture_could_not_make_ready_is_one_whose_logs_are_kept() -> None:
+    pool, cluster = Pool("pool-1-1"), Cluster("somebody", "environment", None)
+    using = pool._used(cluster)
+    assert using.__enter__() in pool.in_use
+    assert not using.__exit__(RuntimeError, RuntimeError("no virtual host"), None)
+    assert (pool.in_use, pool.failed) == ([], [cluster])
