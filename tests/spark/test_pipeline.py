@@ -18,6 +18,7 @@ from rich.console import Console
 from examples.spark_pipeline import Proof, Settings, publish_and_read
 from sharding.stream import StreamEnvironment
 from tests.cluster import Cluster
+from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.spark.stored import super_stream
 
@@ -52,6 +53,7 @@ def test_every_row_comes_back_once_in_order_and_from_a_replica(
 @pytest.mark.twin(
     "spark/test_pipeline.py::test_every_row_comes_back_once_in_order_and_from_a_replica"
 )
+@pytest.mark.timeout(11 * PATIENCE)
 @pytest.mark.parametrize("master", ["local[2]", "local-cluster[2,1,1024]"])
 def test_the_same_as_a_program_with_a_spark_of_its_own(cluster: Cluster, master: str) -> None:
     node = cluster.nodes[0].endpoint
@@ -65,7 +67,7 @@ def test_the_same_as_a_program_with_a_spark_of_its_own(cluster: Cluster, master:
     # Executors of a local cluster are processes that do not inherit the search path.
     paths = {**os.environ, "PYTHONPATH": str(PROJECT), "COLUMNS": "120"}
     done = subprocess.run(
-        command, cwd=PROJECT, env=paths, capture_output=True, text=True, timeout=250
+        command, cwd=PROJECT, env=paths, capture_output=True, text=True, timeout=10 * PATIENCE
     )
     assert done.returncode == 0, done.stdout + done.stderr
     judge(done.stdout, name)

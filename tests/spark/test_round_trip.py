@@ -15,13 +15,14 @@ import pytest
 
 from sharding.stream.environment import StreamEnvironment
 from tests.cluster import Cluster
+from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.spark.round_trip import Found, Outcome, Trip
 from tests.spark.stored import stream_uri, super_stream
 
 ROWS = int(os.environ.get("WARREN_ROUND_TRIP_ROWS", "100000"))
 PARTITIONS = 6
-TIMEOUT = 280 + ROWS // 2_000
+TIMEOUT = round(10 * PATIENCE) + ROWS // 2_000
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(TIMEOUT + 60)]
 

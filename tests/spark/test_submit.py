@@ -13,6 +13,7 @@ import pytest
 
 from sharding.stream.environment import StreamEnvironment
 from tests.cluster import Cluster
+from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.spark.stored import reach, super_stream
 from tests.spark.submitted import ROWS
@@ -46,6 +47,7 @@ def archive(tmp_path: Path) -> Path:
     return wheel.rename(tmp_path / "rabbit-warren.zip")
 
 
+@pytest.mark.timeout(11 * PATIENCE)
 def test_a_zip_is_enough_where_warren_is_not_installed(
     cluster: Cluster, environment: StreamEnvironment, interpreter: Path, archive: Path
 ) -> None:
@@ -71,7 +73,7 @@ def test_a_zip_is_enough_where_warren_is_not_installed(
             env=variables,
             capture_output=True,
             text=True,
-            timeout=250,
+            timeout=10 * PATIENCE,
         )
     assert done.returncode == 0, done.stdout + done.stderr[-4_000:]
     told = json.loads(done.stdout.splitlines()[-1])
