@@ -14,7 +14,7 @@ import pytest
 
 from sharding.route_cache import RouteCache
 from sharding.route_options import RouteOptions
-from sharding.routes import leader_of
+from sharding.routes import Kind, Target, leader_of
 from sharding.stream.errors import StreamNotFound
 from sharding.stream.frames.admin_requests import Create, Delete
 from sharding.stream.network.client import ConnectOptions, Login, connect
@@ -81,6 +81,22 @@ def is_gone(cache: RouteCache, name: str) -> bool:
     return False
 
 
+def wait_until_armed(cache: RouteCache, names: list[str]) -> None:
+    """Until the broker has answered an arming of each of these; each may have taken attempts."""
+
+    def armed(name: str) -> bool:
+        entry = cache._state._entries[Target(Kind.STREAM, name)]
+        # One thread arms and asks, so what was asked later means that the arming was answered.
+        armed_at = entry.arm_after - cache._options.rearm_interval
+        return entry.armed and entry.asked_at > armed_at
+
+    def all_are() -> bool:
+        with cache._work:
+            return all(map(armed, names))
+
+    wait_until(all_are, explain=lambda: repr(cache.counters))
+
+
 def wait_until_calm(cache: RouteCache) -> None:
     """Until no look at what is new is due any more: what is known later, a push has told."""
     asked, since = -1, time.monotonic()
@@ -105,11 +121,12 @@ def test_deleted_stream_is_known_by_a_push_and_by_a_poll(
     ):
         assert cache.leader(name, PATIENCE) == address(nodes.nodes[0])
         if options.pushes:
-            wait_until(lambda: cache.counters["arms"] == 1)
+            wait_until_armed(cache, [name])
             wait_until_calm(cache)
         delete(other, name)
         wait_until(lambda: is_gone(cache, name))
-        assert cache.counters["pushes"] == (1 if options.pushes else 0)
+        # A stream that was armed a second time may be told of twice.
+        assert cache.counters["pushes"] >= 1 if options.pushes else cache.counters["pushes"] == 0
 
 
 @pytest.mark.parametrize("options", [ONLY_PUSHES, ONLY_POLLS], ids=["push", "poll"])
@@ -141,7 +158,7 @@ def move_is_known(nodes: Cluster, options: RouteOptions) -> bool:
         moved_to = real_leader(other, name)
         if moved_to in unmoved:
             return False
-        wait_until(lambda: cache.route(name, PATIENCE).leader == moved_to)
+        wait_until(lambda: cache.leader(name, PATIENCE) == moved_to)
         return True
 
 
@@ -212,7 +229,7 @@ def test_restart_of_the_node_that_led_a_hundred_streams_costs_ten_queries_at_mos
         cache_at(*others, options=ONLY_PUSHES) as cache,
     ):
         assert {cache.leader(name, PATIENCE) for name in names} == {address(victim)}
-        wait_until(lambda: cache.counters["arms"] == 100)
+        wait_until_armed(cache, names)
         before = cache.counters["queries"]
         victim.kill()
         moved = {address(node) for node in others}
