@@ -418,6 +418,32 @@ def test_leader_somebody_waits_for_is_asked_for_all_the_time_but_at_a_bounded_ra
     assert 5 <= len(cluster.queries) <= 9
 
 
+def test_waiting_for_one_leader_asks_for_all_streams_without_one_in_the_same_query() -> None:
+    cluster = Cluster(RouteOptions(pushes=False, poll_interval=3600))
+    cluster.answer = led_by(None)
+    names = [f"s-{n}" for n in range(100)]
+    cluster.use(*names)
+    cluster.run(60)  # the rounds that need nobody to wait are over
+    cluster.queries.clear()
+    cluster.state.insist(stream("s-7"), cluster.now)
+    cluster.run(5)
+    ((_, asked),) = cluster.queries
+    assert sorted(asked) == sorted(names)
+
+
+def test_waiting_for_one_leader_costs_one_query_however_many_have_none() -> None:
+    cluster = Cluster(RouteOptions(pushes=False, poll_interval=3600, batch_names=10))
+    cluster.answer = led_by(None)
+    cluster.use(*(f"s-{n}" for n in range(100)))
+    cluster.run(60)
+    cluster.queries.clear()
+    cluster.state.insist(stream("s-99"), cluster.now)
+    cluster.run(5)
+    ((_, asked),) = cluster.queries
+    assert asked[0] == "s-99"
+    assert len(asked) == 10
+
+
 def test_replicas_of_a_new_stream_are_looked_for_soon_after_its_leader() -> None:
     cluster = Cluster()
     cluster.answer = led_by(A)
