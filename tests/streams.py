@@ -10,6 +10,7 @@ from typing import Any
 
 from sharding.stream import Consumer, StreamArguments, StreamEnvironment
 from tests.cluster import Cluster, Node, wait_until
+from tests.cluster.waiting import PATIENCE
 
 
 def fresh_stream(kind: str = "events") -> str:
@@ -84,9 +85,9 @@ def publish(
 
 
 def leader_node(cluster: Cluster, environment: StreamEnvironment, stream: str) -> Node:
-    """The node that leads a stream, which must have a leader."""
+    """The node that leads a stream; an election is waited for."""
     environment._routes.suspect(stream, "asked by a test")
-    leader = environment.route(stream).leader
+    leader = environment._routes.leader(stream, PATIENCE)
     return next(node for node in cluster.nodes if leader == stream_address(node))
 
 
