@@ -131,6 +131,7 @@ class RouteState:
         self.counters["suspicions"] += 1
         for kind in Kind:
             self._doubt(Target(kind, name), now)
+        self._recheck_super_streams_of(name, now)
 
     # What the broker tells
 
@@ -361,7 +362,7 @@ class RouteState:
             self._arms.add(target.name, max(now, entry.arm_after))
 
     def _recheck_super_streams_of(self, stream: str, now: float) -> None:
-        """A partition is gone, so its super stream has changed, or is gone as well."""
+        """A partition is gone, or may be, and its super stream with it."""
         for target in self._super_streams:
             finding = self._entries[target].finding
             if isinstance(finding, Partitions) and stream in finding.streams:

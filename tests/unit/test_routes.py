@@ -604,6 +604,20 @@ def test_stream_and_super_stream_of_one_name_are_two_things() -> None:
     assert state.known(targets[1], 0.0) == missing("both")
 
 
+def test_suspected_partition_has_its_super_stream_asked_for() -> None:
+    cluster = Cluster(RouteOptions(pushes=False, poll_interval=3600))
+    invoices = Target(Kind.SUPER_STREAM, "invoices")
+    cluster.state.use(invoices, cluster.now)
+    cluster.answer = lambda name: Partitions(name, ("i-0", "i-1"))
+    cluster.work()
+    cluster.calm()
+    cluster.answer = lambda name: Partitions(name, ("i-0",))
+    cluster.state.suspect("i-1", cluster.now)  # nobody has asked for its own route
+    assert cluster.state.known(invoices, cluster.now) is None
+    cluster.run(1)
+    assert cluster.state.known(invoices, cluster.now) == Partitions("invoices", ("i-0",))
+
+
 def test_partition_that_goes_away_has_its_super_stream_asked_for() -> None:
     state = RouteState(NO_PUSHES, random.Random(1))
     target = Target(Kind.SUPER_STREAM, "invoices")
