@@ -202,7 +202,7 @@ class PartitionReader:
         offset = turn.to_store()
         self.handled = turn.end()
         if keep and offset is not None:
-            self._offsets.store_surely(offset)
+            self._offsets.store_surely(offset, deadline)
         self._turn = None
         shared.counts.add("released" if keep else "lost")
         logger.info("%s: given up, handled up to offset %s", self.stream, self.handled)

@@ -53,15 +53,20 @@ class Burials:
 
 
 class Worker:
-    """A reader of the fake cluster's stream; message 3 is at work until `let_go` is set."""
+    """A reader of the fake cluster's stream; message 3 is at work until `let_go` is set.
 
-    def __init__(self, *sizes: int, slow: int = 3, **options: Any) -> None:
+    One that is `stuck` is at work until the end.
+    """
+
+    def __init__(self, *sizes: int, slow: int = 3, stuck: int = -1, **options: Any) -> None:
         self.cluster = FakeCluster(*sizes)
         self.handled: list[int] = []
         self.begun = threading.Event()
         self.let_go = threading.Event()
         self.burials = Burials()
         self._slow = slow
+        self._stuck = stuck
+        self._ends = threading.Event()
         chosen = StreamGroupOptions(
             **{"store_every_seconds": 1e6, "handover_timeout": MAX_HANDOVER, **options}
         )
@@ -102,12 +107,15 @@ class Worker:
         if offset == self._slow and not self.let_go.is_set():
             self.begun.set()
             assert self.let_go.wait(PATIENCE)
+        if offset == self._stuck:
+            assert self._ends.wait(2 * PATIENCE)
         if delivery.body == b"666":
             raise ValueError("poison")
         self.handled.append(offset)
 
     def close(self) -> None:
         self.let_go.set()
+        self._ends.set()
         self.reader.stop(time.monotonic() + PATIENCE)
         assert self.reader.join(time.monotonic() + PATIENCE)
         self.workshop.stop(1)
@@ -154,6 +162,30 @@ def test_a_handler_that_takes_too_long_is_not_waited_for(make: Callable[..., Wor
     assert asked.result(PATIENCE) == NEXT
     assert worker.stored == 2, "the one at work is not passed"
     assert worker.counts.all()["late_handovers"] == 1
+
+
+def test_the_offset_of_a_handover_may_be_stored_as_long_as_the_handover_may_take(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[float] = []
+
+    def store(*arguments: Any) -> None:
+        deadline, clock = arguments[4:6]
+        left.append(deadline - clock())
+
+    monkeypatch.setattr("sharding.groups.stream_offsets.store_offset_surely", store)
+    for timeout in (3 * PATIENCE, 0.0):
+        worker = make(10)
+        worker.take_turn()
+        worker.wait_for_work(in_hand=7)
+        wait_until(lambda stream=worker.cluster.stream: "joe" in stream.stored, PATIENCE)
+        worker.let_go.set()  # what is handled from here on is not stored before the end
+        wait_until(lambda handled=worker.handled: handled == list(range(10)), PATIENCE)
+        worker.reader.stop(time.monotonic() + timeout)
+        assert worker.reader.join(time.monotonic() + PATIENCE)
+    in_time, too_late = left
+    assert in_time > 2 * PATIENCE
+    assert 0 < too_late < PATIENCE, "handlers took all the time, and the offset has some of its own"
 
 
 def test_a_new_turn_goes_on_after_what_others_stored_and_after_what_was_handled_here(
