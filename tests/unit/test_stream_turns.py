@@ -188,6 +188,28 @@ def test_the_offset_of_a_handover_may_be_stored_as_long_as_the_handover_may_take
     assert 0 < too_late < PATIENCE, "handlers took all the time, and the offset has some of its own"
 
 
+def test_an_offset_is_stored_in_time_though_the_thread_slept_with_nothing_to_store(
+    make: Callable[..., Worker],
+) -> None:
+    worker = make(10, store_every_seconds=0.1, heartbeat=3600)
+    worker.take_turn()
+    worker.wait_for_work(in_hand=7)
+    wait_until(lambda: worker.stored == 2, PATIENCE)
+    worker.let_go.set()
+    wait_until(lambda: worker.stored == 9, PATIENCE)
+
+
+def test_an_offset_is_stored_in_time_though_the_thread_waits_for_room(
+    make: Callable[..., Worker],
+) -> None:
+    worker = make(200, stuck=5, store_every_seconds=0.1, heartbeat=3600, prefetch=100)
+    worker.take_turn()
+    assert worker.begun.wait(PATIENCE)
+    wait_until(lambda: worker.stored == 2, PATIENCE)
+    worker.let_go.set()  # two more are handled: too few to hand in others instead
+    wait_until(lambda: worker.stored == 4, PATIENCE)
+
+
 def test_a_new_turn_goes_on_after_what_others_stored_and_after_what_was_handled_here(
     make: Callable[..., Worker],
 ) -> None:
