@@ -25,8 +25,8 @@ from tests.cluster.waiting import PATIENCE
 
 pytestmark = pytest.mark.cluster
 
-ONLY_POLLS = RouteOptions(pushes=False, poll_interval=0.4)
-ONLY_PUSHES = RouteOptions(poll_interval=300)
+ONLY_POLLS = RouteOptions(pushes=False, poll_interval=0.4, query_timeout=PATIENCE)
+ONLY_PUSHES = RouteOptions(poll_interval=300, query_timeout=PATIENCE)
 
 
 def address(node: Node) -> Broker:
@@ -35,7 +35,8 @@ def address(node: Node) -> Broker:
 
 @contextmanager
 def locator_at(*nodes: Node) -> Iterator[Locator]:
-    options = ConnectOptions(Login(vhost=nodes[0].endpoint.vhost))
+    login = Login(vhost=nodes[0].endpoint.vhost)
+    options = ConnectOptions(login, connect_timeout=PATIENCE, request_timeout=PATIENCE)
     locator = Locator([address(node) for node in nodes], partial(connect, options=options))
     try:
         yield locator
