@@ -230,7 +230,7 @@ def test_stream_worker_takes_signals_over_before_it_starts(
     class Started(Exception):
         pass
 
-    seen = []
+    seen: list[object] = []
 
     def start(_: StreamConsumerGroup) -> None:
         seen.extend(map(signal.getsignal, SIGNALS))
