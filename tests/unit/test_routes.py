@@ -431,6 +431,29 @@ def test_waiting_for_one_leader_asks_for_all_streams_without_one_in_the_same_que
     assert sorted(asked) == sorted(names)
 
 
+@pytest.mark.parametrize(("seconds", "most"), [(10, 10), (20, 15), (30, 20)])
+def test_elections_that_take_long_cost_callers_in_turn_one_query_in_two_seconds(
+    seconds: int, most: int
+) -> None:
+    cluster = Cluster(RouteOptions(poll_interval=3600))
+    names = [f"s-{n}" for n in range(100)]
+    cluster.use(*names)
+    cluster.calm()
+    killed_at, when = cluster.now, random.Random(3)
+    led_at = {name: killed_at + seconds * when.uniform(0.5, 1) for name in names}
+    cluster.answer = lambda name: led_by(B if cluster.now >= led_at[name] else None, C)(name)
+    for name in names:
+        cluster.state.pushed(name, cluster.now, 0.0)
+    for name in names:
+        while not isinstance(found := cluster.known(name), StreamRoute) or found.leader is None:
+            if found is not None:
+                cluster.state.insist(stream(name), cluster.now)
+            cluster.run(max(0.001, cluster.state.wake_at() - cluster.now))
+    assert cluster.now - killed_at < seconds + 2, "none is found long after it was elected"
+    cluster.run(10)
+    assert len(cluster.queries) <= most
+
+
 def test_waiting_for_one_leader_costs_one_query_however_many_have_none() -> None:
     cluster = Cluster(RouteOptions(pushes=False, poll_interval=3600, batch_names=10))
     cluster.answer = led_by(None)
