@@ -64,6 +64,7 @@ class RouteState:
         self._rng = rng
         self._entries: OrderedDict[Target, _Entry] = OrderedDict()  # the least used first
         self._super_streams: set[Target] = set()
+        self._leaderless: dict[Target, None] = {}  # a set that keeps its order
         self._due: dict[Target, float] = {}
         self._in_flight: frozenset[Target] = frozenset()
         self._asked_at = -inf
@@ -110,15 +111,27 @@ class RouteState:
         return entry is not None and entry.settling
 
     def insist(self, target: Target, now: float) -> None:
-        """Somebody waits for a better answer than the known one: have a round ask for it."""
-        if target in self._entries and target not in self._in_flight:
-            self._ask_in_round(target, now)
+        """Somebody waits for a better answer than the known one: have a round ask for it.
+
+        The same query asks for the other streams without a leader, as many as it holds: after an
+        election that took long one would else be asked for after another.
+        """
+        if target not in self._entries or target in self._in_flight or target in self._due:
+            return
+        self._ask_in_round(target, now)
+        at = self._due[target]
+        others = (other for other in self._leaderless if other != target)
+        for other in batch([target, *others], self._options)[1:]:
+            if other not in self._in_flight:
+                self._entries[other].round_at = at
+                self._ask(other, at)
 
     def suspect(self, name: str, now: float) -> None:
         """What was answered for this name turned out wrong."""
         self.counters["suspicions"] += 1
         for kind in Kind:
             self._doubt(Target(kind, name), now)
+        self._recheck_super_streams_of(name, now)
 
     # What the broker tells
 
@@ -275,6 +288,7 @@ class RouteState:
         del self._entries[target]
         self._due.pop(target, None)
         self._super_streams.discard(target)
+        self._leaderless.pop(target, None)
 
     def _schedule_poll(self, now: float) -> None:
         early = self._rng.random() * self._options.poll_jitter
@@ -315,6 +329,9 @@ class RouteState:
             entry.doubted = False
         if isinstance(finding, Missing) and not isinstance(before, Missing):
             self._recheck_super_streams_of(target.name, now)
+        self._leaderless.pop(target, None)
+        if isinstance(finding, StreamRoute) and finding.leader is None:
+            self._leaderless[target] = None  # at the end: the others have their turn first
         if leader_of(before) != leader_of(finding):
             entry.armed = False
         if (changed or was_doubted) and isinstance(finding, StreamRoute):
@@ -345,7 +362,7 @@ class RouteState:
             self._arms.add(target.name, max(now, entry.arm_after))
 
     def _recheck_super_streams_of(self, stream: str, now: float) -> None:
-        """A partition is gone, so its super stream has changed, or is gone as well."""
+        """A partition is gone, or may be, and its super stream with it."""
         for target in self._super_streams:
             finding = self._entries[target].finding
             if isinstance(finding, Partitions) and stream in finding.streams:

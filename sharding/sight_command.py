@@ -76,7 +76,7 @@ def topology(
     with ExitStack() as opened:
         looks: list[Look] = []
         if kind is not Kind.STREAM and queue_urls:
-            options = TopologyOptions(start_timeout=START_TIMEOUT)
+            options = TopologyOptions(start_timeout=START_TIMEOUT, answer_timeout=ANSWER_TIMEOUT)
             plane = opened.enter_context(
                 Topology(*queue_urls, management_urls=management, options=options)
             )

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sharding.errors import Unreachable
 from sharding.stream import Consumer, StreamArguments, StreamEnvironment
 from tests.cluster import Cluster, Node, wait_until
+from tests.cluster.waiting import PATIENCE
 
 
 def fresh_stream(kind: str = "events") -> str:
@@ -53,15 +55,22 @@ def super_stream_in(
 def await_replicas(environment: StreamEnvironment, stream: str, count: int = 2) -> None:
     """Wait until the cluster says that the stream has a leader and so many replicas."""
 
+    seen: object = None
+
     def has_them() -> bool:
+        nonlocal seen
         environment._routes.suspect(stream, "asked by a test")
-        route = environment.route(stream)
+        try:
+            seen = route = environment.route(stream)
+        except Unreachable as error:  # no answer in time is "not yet"
+            seen = error
+            return False
         return route.leader is not None and len(route.replicas) >= count
 
-    wait_until(has_them, explain=lambda: f"{environment.route(stream)}")
+    wait_until(has_them, explain=lambda: f"{seen}")
 
 
-def read_all(consumer: Consumer, count: int, timeout: float = 30) -> dict[str, list[bytes]]:
+def read_all(consumer: Consumer, count: int, timeout: float = PATIENCE) -> dict[str, list[bytes]]:
     """By stream, the bodies of the first `count` messages, in the order they were handed out."""
     found: dict[str, list[bytes]] = defaultdict(list)
     total = 0
@@ -80,13 +89,13 @@ def publish(
     """Store all of these in a stream, in order."""
     with environment.producer(stream, **options) as producer:
         producer.send_many(bodies)
-        producer.flush(timeout=30).raise_for_failures()
+        producer.flush(timeout=PATIENCE).raise_for_failures()
 
 
 def leader_node(cluster: Cluster, environment: StreamEnvironment, stream: str) -> Node:
-    """The node that leads a stream, which must have a leader."""
+    """The node that leads a stream; an election is waited for."""
     environment._routes.suspect(stream, "asked by a test")
-    leader = environment.route(stream).leader
+    leader = environment._routes.leader(stream, PATIENCE)
     return next(node for node in cluster.nodes if leader == stream_address(node))
 
 

@@ -139,12 +139,13 @@ class StreamConsumerGroup:
 
         Raises what makes it useless to go on: too many handlers that hang, a lost permission.
         """
-        if self._parts is None:
-            self.start()
-        assert self._parts is not None
+        # First of all: a signal while it starts would end the process with partitions in its hands.
         with stopping_on_signals(self._request.ask):
+            if self._parts is None:
+                self.start()
             self._request.wait()
         self.stop()
+        assert self._parts is not None
         failure = self._failure or self._parts.workshop.failure
         if failure is not None:
             raise failure

@@ -57,11 +57,16 @@ class GroupOffsets:
             store_offset(client, self._group, self._stream, offset)
             self._counts.add("stores")
 
-    def store_surely(self, offset: int) -> None:
-        """Return when the broker has it, or after a while with a warning."""
-        deadline = self._clock() + _TIMEOUT
+    def store_surely(self, offset: int, deadline: float) -> None:
+        """Return when the broker has it, or with a warning at the deadline.
+
+        Handlers may have used up the time until then; an offset has a while of its own. A new
+        connection is not waited for longer than that: the partition may be another's by then.
+        """
+        soon = self._clock() + _TIMEOUT
         try:
-            self._store_surely(self._subscription.connection(deadline), offset, deadline)
+            client = self._subscription.connection(soon)
+            self._store_surely(client, offset, max(deadline, soon))
         except WarrenError as error:
             logger.warning("%s: offset %d was not stored: %s", self._stream, offset, error)
 

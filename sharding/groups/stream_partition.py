@@ -202,7 +202,7 @@ class PartitionReader:
         offset = turn.to_store()
         self.handled = turn.end()
         if keep and offset is not None:
-            self._offsets.store_surely(offset)
+            self._offsets.store_surely(offset, deadline)
         self._turn = None
         shared.counts.add("released" if keep else "lost")
         logger.info("%s: given up, handled up to offset %s", self.stream, self.handled)
@@ -227,8 +227,11 @@ class PartitionReader:
         assert turn is not None
         assert rest is not None
         with self._news:
-            left = self._wake_at() - self._clock()
-            self._news.wait_for(lambda: turn.has_room or self._interrupted(), max(0.0, left))
+            until = self._wake_at()
+            self._news.wait_for(
+                lambda: turn.has_room or self._interrupted() or self._wake_at() < until,
+                max(0.0, until - self._clock()),
+            )
         for _ in range(turn.room):
             if self._interrupted():
                 return
@@ -241,16 +244,21 @@ class PartitionReader:
     def _interrupted(self) -> bool:
         return bool(self._changes) or self._stop_at is not None
 
-    def _on_progress(self) -> None:
-        """A message is settled: maybe there is room now, and an offset to store."""
+    def _on_progress(self, is_first: bool) -> None:
+        """A message is settled: maybe there is room now, and an offset to store.
+
+        `is_first` says that there was nothing to store before: the thread may sleep for longer
+        than until this one is due.
+        """
         turn = self._turn
         if turn is None:
             return
-        if turn.has_room:
+        due = turn.due_at()
+        is_due = is_first or (due is not None and due <= self._clock())
+        if turn.has_room or is_due:
             with self._news:
                 self._news.notify_all()
-        due = turn.due_at()
-        if due is not None and due <= self._clock():
+        if is_due:
             self._inbox.wake()
 
     def _wake_at(self) -> float:

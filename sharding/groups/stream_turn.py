@@ -36,7 +36,7 @@ class Turn:
         workshop: Workshop,
         burials: Burials,
         options: StreamGroupOptions,
-        on_progress: Callable[[], None],
+        on_progress: Callable[[bool], None],
         clock: Callable[[], float],
     ) -> None:
         self._workshop = workshop
@@ -118,10 +118,12 @@ class Turn:
         with self._lock:
             if self._over:
                 return
+            nothing_new = not self._moved
             if isinstance(outcome, Done):
-                if not self._moved:
+                if nothing_new:
                     self._since = self._clock()
                 self._moved += self._watermark.handled(delivery.offset)
             else:
                 self._watermark.given_back(delivery.offset)
-        self._on_progress()
+            is_first = nothing_new and self._moved > 0
+        self._on_progress(is_first)

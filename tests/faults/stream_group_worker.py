@@ -2,7 +2,8 @@
 
     python -m tests.faults.stream_group_worker STREAM FILE URL...
 
-Its lines are those of `group_worker`. HEARTBEAT in the environment says how many seconds.
+Its lines are those of `group_worker`. HEARTBEAT in the environment says how many seconds. While
+there is a file FILE.hold, handlers stay inside the message they have begun, which a line W says.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from sharding.groups import Delivery, Retry
 from sharding.groups.stream_group import StreamConsumerGroup
@@ -24,6 +26,7 @@ from sharding.stream import StreamEnvironment
 from tests.faults.group_worker import FAILS, Recorder
 
 GROUP = "billing"
+HOLD = ".hold"
 OPTIONS = StreamGroupOptions(
     prefetch=30,
     parallelism=3,
@@ -42,11 +45,16 @@ def main() -> None:
     )
     faulthandler.register(signal.SIGUSR1)  # to see where one hangs
     recorder, chance = Recorder(path), random.Random()
+    hold = Path(path).with_suffix(HOLD)
 
     def handle(delivery: Delivery) -> None:
         number = int(delivery.body)
         recorder.write("B", delivery.shard, delivery.key, number)
         time.sleep(chance.uniform(0, 0.004))  # the work
+        if hold.exists():
+            recorder.write("W", delivery.shard, delivery.key, number)
+            while hold.exists():
+                time.sleep(0.01)
         if delivery.attempt == 1 and chance.random() < FAILS:
             recorder.write("F", delivery.shard, delivery.key, number)
             raise ValueError("now and then")
@@ -62,10 +70,8 @@ def main() -> None:
             time.sleep(0.02)
 
     options = replace(OPTIONS, heartbeat=int(os.environ.get("HEARTBEAT", "5")))
-    with (
-        StreamEnvironment(*urls, heartbeat=options.heartbeat) as environment,
-        StreamConsumerGroup(environment, stream, handle, group=GROUP, options=options) as group,
-    ):
+    with StreamEnvironment(*urls, heartbeat=options.heartbeat) as environment:
+        group = StreamConsumerGroup(environment, stream, handle, group=GROUP, options=options)
         threading.Thread(target=watch, args=(group,), daemon=True).start()
         group.run()
 

@@ -100,7 +100,8 @@ class Traffic:
         while self.sent < self._at_least or not self._fault_is_over.is_set():
             numbers = range(self.sent, self.sent + SLICE)
             bodies = [b"%d" % number for number in numbers]
-            self._producer.send_many(bodies, [f"key-{number % 97}" for number in numbers])
+            keys = [f"key-{number % 97}" for number in numbers]
+            self._producer.send_many(bodies, keys, timeout=90)  # an election may take long
             self.sent += SLICE
             # Something should be under way at every moment, but the brokers share two cores.
             self._fault_is_over.wait(self._pause)

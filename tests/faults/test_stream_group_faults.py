@@ -20,7 +20,7 @@ from sharding.stream import ProducerOptions, StreamEnvironment
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.faults.group_worker import Line, lines_of
-from tests.faults.stream_group_worker import OPTIONS
+from tests.faults.stream_group_worker import HOLD, OPTIONS
 from tests.machine import PROJECT
 from tests.streams import environment_of, leader_node, super_stream_in
 
@@ -74,10 +74,28 @@ class Worker:
         """What it has worked on since then."""
         return {line.shard for line in lines_of(self.path) if line.what == "B" and line.at > since}
 
+    @property
+    def waiting(self) -> int:
+        """How many of its handlers are held inside a message."""
+        return sum(line.what == "W" for line in lines_of(self.path))
+
     def kill(self) -> None:
+        self.killed_at = time.monotonic()  # before: others may go on while it is waited for
         self.process.kill()
         self.process.wait()
-        self.killed_at = time.monotonic()
+
+    def freeze(self) -> float:
+        """Stop it while every handler is inside a message; returns when.
+
+        Elsewhere it may be about to begin one: allowed to, and not written down yet.
+        """
+        hold = self.path.with_suffix(HOLD)
+        hold.touch()
+        wait_until(lambda: self.waiting == OPTIONS.parallelism, explain=lambda: f"{self.waiting}")
+        self.process.send_signal(signal.SIGSTOP)
+        frozen_at = time.monotonic()
+        hold.unlink()
+        return frozen_at
 
 
 @dataclass
@@ -217,8 +235,7 @@ def test_worker_that_was_frozen_begins_nothing_that_others_have_handled_meanwhil
         frozen = workers.running[0]
         theirs = frozen.shards(since)
         assert theirs
-        frozen.process.send_signal(signal.SIGSTOP)
-        frozen_at = time.monotonic()
+        frozen_at = frozen.freeze()
         took = recovery(workers, theirs, frozen_at, load.sent)
         print(f"\npartitions of a frozen worker were read again in {took:.2f} s")
         handled = workers.handled()
@@ -305,7 +322,8 @@ def check_one_at_a_time(workers: Workers) -> None:
                 beginning = begun.pop(line.number)
                 spans[line.shard].append((beginning.at, line.at, line.worker))
         for left in begun.values():  # what it was at when it was killed
-            spans[left.shard].append((left.at, worker.killed_at or left.at, left.worker))
+            end = max(left.at, worker.killed_at or left.at)
+            spans[left.shard].append((left.at, end, left.worker))
     for shard, all_spans in spans.items():
         latest_end: dict[str, float] = {}
         for start, end, name in sorted(all_spans):

@@ -21,7 +21,7 @@ from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.sharded import fresh_queue, raw_channel, topology_of
-from tests.streams import leader_node
+from tests.streams import await_replicas, leader_node
 from tests.support import patient
 from tests.unit.test_metrics import scraped
 
@@ -40,6 +40,10 @@ def settings(node: Node) -> dict[str, str]:
     }
 
 
+class NotShown(Exception):
+    """The command ended with an error."""
+
+
 def shown(node: Node, *arguments: str) -> str:
     done = subprocess.run(
         command(*arguments),
@@ -49,7 +53,8 @@ def shown(node: Node, *arguments: str) -> str:
         text=True,
         timeout=2 * PATIENCE,
     )
-    assert done.returncode == 0, done.stderr
+    if done.returncode != 0:
+        raise NotShown(done.stderr)
     return done.stdout
 
 
@@ -84,6 +89,8 @@ def invoices(environment: StreamEnvironment) -> Iterator[str]:
     """A super stream of which the group `audit` has dealt with some."""
     name = f"invoices-{secrets.token_hex(3)}"
     environment.create_super_stream(name, partitions=3)
+    for stream in environment.partitions(name):
+        await_replicas(environment, stream)
     with environment.producer(name) as producer:
         producer.send_many([b"x"] * 300, [str(number) for number in range(300)])
         producer.flush(timeout=PATIENCE).raise_for_failures()
@@ -123,9 +130,10 @@ def test_single_stream_and_its_consumers_are_shown(
     cluster: Cluster, environment: StreamEnvironment
 ) -> None:
     name, node = f"events-{secrets.token_hex(3)}", cluster.nodes[0]
+    live, text = "group live: lag 0, nothing stored, 1 consumer", ""
     environment.create_stream(name)
     try:
-        with environment.consumer(name, name="live"):
+        with environment.consumer(name, name="live", **patient.READER):
 
             def listed() -> bool:
                 row = as_json(node, name)["shards"][0]
@@ -133,10 +141,16 @@ def test_single_stream_and_its_consumers_are_shown(
                 return (row["consumers"], counts) == (1, {"live": 1})
 
             wait_until(listed)  # the API's figures come some seconds later
-            text = shown(node, name, "--tree")
+
+            def drawn() -> bool:
+                nonlocal text
+                text = shown(node, name, "--tree")
+                return live in text
+
+            # A look of its own, in which an answer may be late once more.
+            wait_until(drawn, explain=lambda: text)
     finally:
         environment.delete_stream(name)
-    assert "group live: lag 0, nothing stored, 1 consumer" in text
     assert "empty" in text
 
 
@@ -239,13 +253,30 @@ def test_node_that_is_down_holds_nothing_up(
         before = f"(before: {lost.endpoint.address}:"
         wait_until(lambda: f"{before}{lost.endpoint.ports['stream']})" in caplog.text, 120)
     # A question to the dead node's queue would be answered after 64 s, and the command not wait.
-    found = as_json(node, logical)
-    states = {row["node"]: row["state"] for row in found["shards"]}
-    assert states.pop(lost.name) in ("away", "missing")
-    assert set(states.values()) == {"up"}
+    seen = ""
+
+    def rows_of(*arguments: str) -> list[dict[str, Any]]:
+        """Nothing while the command fails: the others may still be busy with the loss."""
+        nonlocal seen
+        try:
+            rows: list[dict[str, Any]] = as_json(node, *arguments)["shards"]
+        except NotShown as error:
+            seen = str(error)
+            return []
+        seen = str(rows)
+        return rows
+
+    def others_are_up() -> bool:
+        states = {row["node"]: row["state"] for row in rows_of(logical)}
+        if not states:
+            return False
+        assert states.pop(lost.name) in ("away", "missing")
+        return set(states.values()) == {"up"}
+
+    wait_until(others_are_up, explain=lambda: seen)
 
     def led_by_others() -> bool:
-        rows = as_json(node, name, "--group", "audit")["shards"]
+        rows = rows_of(name, "--group", "audit")
         return len(rows) == 6 and {row["state"] for row in rows} == {"up"}
 
-    wait_until(led_by_others, 120)
+    wait_until(led_by_others, 120, explain=lambda: seen)

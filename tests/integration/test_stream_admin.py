@@ -16,6 +16,7 @@ from sharding.stream import (
     StreamNotFound,
 )
 from tests.cluster import Cluster, wait_until
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture
 def environment(nodes: Cluster) -> Iterator[StreamEnvironment]:
     node = nodes.nodes[0].endpoint
-    with StreamEnvironment(node.stream_url, amqp_url=node.amqp_url) as opened:
+    with StreamEnvironment(node.stream_url, amqp_url=node.amqp_url, **patient.STREAMS) as opened:
         yield opened
 
 
@@ -117,7 +118,7 @@ def test_old_broker_without_an_amqp_url_says_what_to_give(nodes: Cluster) -> Non
     if not nodes.version.startswith("3.10"):
         return  # newer brokers need none, which the other tests show
     with (
-        StreamEnvironment(nodes.nodes[0].endpoint.stream_url) as environment,
+        StreamEnvironment(nodes.nodes[0].endpoint.stream_url, **patient.STREAMS) as environment,
         pytest.raises(LocalError, match="amqp_url"),
     ):
         environment.create_super_stream(fresh())

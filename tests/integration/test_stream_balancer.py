@@ -51,7 +51,8 @@ def address(node: Node | Balancer) -> Broker:
 
 
 def dialer(node: Node | Balancer) -> Callable[[Broker], StreamClient]:
-    options = ConnectOptions(Login(vhost=node.endpoint.vhost))
+    login = Login(vhost=node.endpoint.vhost)
+    options = ConnectOptions(login, connect_timeout=PATIENCE, request_timeout=PATIENCE)
     return partial(connect, options=options)
 
 
@@ -101,13 +102,13 @@ def behind(balancer: Balancer) -> Iterator[tuple[RouteCache, Pool]]:
 
 def publish(routes: RouteCache, pool: Pool, stream: str) -> Broker:
     """Declare a publisher at the stream's leader, and return the node it really is on."""
-    client, number = pool.publisher(routes.leader(stream, 10), stream, Handler(), deadline())
+    client, number = pool.publisher(routes.leader(stream, PATIENCE), stream, Handler(), deadline())
     client.call(DeclarePublisher(number, None, stream))
     return client.node
 
 
 def subscribe(routes: RouteCache, pool: Pool, stream: str) -> Broker:
-    nodes = consumer_candidates(routes.route(stream, 10), Placement(), random.Random())
+    nodes = consumer_candidates(routes.route(stream, PATIENCE), Placement(), random.Random())
     client, number = pool.subscriber(nodes, stream, Handler(), deadline())
     client.call(Subscribe(number, stream, FIRST, credit=1))
     return client.node

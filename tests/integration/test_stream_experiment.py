@@ -18,6 +18,7 @@ import pytest
 from sharding.stream import StreamEnvironment
 from tests.cluster import Balancer, Cluster, wait_until
 from tests.streams import stream_in
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 
@@ -64,7 +65,8 @@ def test_consumers_are_at_replicas_and_producers_at_the_leader_behind_a_balancer
     with ExitStack() as stack:
 
         def environment() -> StreamEnvironment:
-            made = StreamEnvironment(balancer.endpoint.stream_url, load_balancer=True)
+            url = balancer.endpoint.stream_url
+            made = StreamEnvironment(url, load_balancer=True, **patient.STREAMS)
             # Ten throws of a coin may fall on one side; not with these seeds.
             made._access.rng.seed(next(seeds))
             return stack.enter_context(made)
@@ -76,7 +78,9 @@ def test_consumers_are_at_replicas_and_producers_at_the_leader_behind_a_balancer
             for _ in range(PRODUCERS)
         ]
         consumers = [
-            stack.enter_context((first if shared else environment()).consumer(stream))
+            stack.enter_context(
+                (first if shared else environment()).consumer(stream, **patient.READER)
+            )
             for _ in range(CONSUMERS)
         ]
         observer = Observer(nodes, stream)

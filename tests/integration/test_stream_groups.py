@@ -341,8 +341,10 @@ def test_worker_stopped_in_the_middle_of_a_message_finishes_it_first(
             first, second, log, heir = second, first, heir, log
         try:
             assert begun.wait(PATIENCE)
+            wait_until(lambda: first.counters["in_hand"] == 45)
             stopping = threading.Thread(target=first.stop)
             stopping.start()
+            wait_until(lambda: first.counters["in_hand"] == 1)
             time.sleep(0.5)  # time in which nothing may happen: the message is still at work
             assert not heir.handled
         finally:
@@ -395,7 +397,8 @@ def test_batch_handler_that_fails_halfway_repeats_only_the_rest(
             handled.append(number)
 
     publish(environment, events, 40, keys=1)
-    with group_of(environment, events, handle, batch_size=10) as group:
+    # Four full batches, whatever pauses the machine makes: 13 and 21 are not in one.
+    with group_of(environment, events, handle, batch_size=10, batch_wait=PATIENCE) as group:
         wait_until(lambda: set(handled) == set(range(40)) - {21}, explain=lambda: str(handled))
         wait_until(lambda: group.counters["dead_lettered"] == 1)
     assert handled.count(13) == 1
@@ -429,7 +432,8 @@ def test_offsets_are_stored_by_count_and_by_time(
 
     with group_of(environment, events, log, store_every_messages=10, store_every_seconds=3600):
         log.wait_for(25)
-        wait_until(lambda: (stored() or 0) >= 19, explain=lambda: str(stored()))
+        # Less than ten are left; where the tens begin depends on how many the first store covered.
+        wait_until(lambda: 24 - (stored() or 0) < 10, explain=lambda: str(stored()))
     assert stored() == 24
     publish(environment, events, 3)
     with group_of(environment, events, log, store_every_messages=1000, store_every_seconds=0.2):

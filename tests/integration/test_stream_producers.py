@@ -22,14 +22,17 @@ from sharding.stream import (
     Unroutable,
 )
 from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
+from tests.machine import PROJECT
 from tests.streams import environment_of, leader_node, read_all, stream_in, super_stream_in
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
 def environment(nodes: Cluster) -> Iterator[StreamEnvironment]:
-    with environment_of(nodes) as opened:
+    with environment_of(nodes, **patient.STREAMS) as opened:
         yield opened
 
 
@@ -41,7 +44,7 @@ def stream(environment: StreamEnvironment) -> Iterator[str]:
 
 def stored(environment: StreamEnvironment, stream: str, count: int) -> list[bytes]:
     """All bodies of a stream that must hold exactly `count`."""
-    with environment.consumer(stream, offset="first") as consumer:
+    with environment.consumer(stream, offset="first", **patient.READER) as consumer:
         found = read_all(consumer, count)
         assert next(consumer.messages(timeout=0.3), None) is None, "more than was sent"
     return found.get(stream, [])
@@ -55,7 +58,7 @@ def test_messages_are_stored_in_order_whatever_their_size(
         for body in bodies[:100]:
             producer.send(body)
         producer.send_many(bodies[100:])
-        assert producer.flush(30).stored == 200
+        assert producer.flush(PATIENCE).stored == 200
     assert stored(environment, stream, 200) == bodies
 
 
@@ -67,7 +70,7 @@ def test_a_message_as_large_as_a_frame_allows_is_stored_and_a_larger_one_refused
         producer.send(b"x" * largest)
         with pytest.raises(InvalidInput, match=f"{largest} bytes at most; raise frame_max"):
             producer.send(b"x" * (largest + 1))
-        assert producer.flush(30).stored == 1
+        assert producer.flush(PATIENCE).stored == 1
     assert list(map(len, stored(environment, stream, 1))) == [largest]
 
 
@@ -77,13 +80,13 @@ def test_a_named_producer_goes_on_and_repeats_nothing(
     options = ProducerOptions(name="billing")
     with environment.producer(stream, options) as first:
         first.send_many([b"%d" % n for n in range(1_000)])
-        first.flush(30).raise_for_failures()
+        first.flush(PATIENCE).raise_for_failures()
         assert first.last_publishing_ids == {stream: 1_000}
     with environment.producer(stream, options) as second:
         assert second.last_publishing_ids == {stream: 1_000}
         second.send_many([b"%d" % n for n in range(1_000)], publishing_ids=range(1, 1_001))
         second.send(b"new")
-        assert second.flush(30).stored == 1_001
+        assert second.flush(PATIENCE).stored == 1_001
     assert stored(environment, stream, 1_001) == [b"%d" % n for n in range(1_000)] + [b"new"]
 
 
@@ -99,7 +102,7 @@ def test_a_name_has_ids_of_its_own_on_each_partition(environment: StreamEnvironm
             with environment.producer(invoices, options) as producer:
                 before = dict(producer.last_publishing_ids)
                 producer.send_many([b""] * 500, keys)
-                assert producer.flush(30).stored == 500
+                assert producer.flush(PATIENCE).stored == 500
                 for stream, count in expected.items():
                     assert producer.last_publishing_ids[stream] == before[stream] + count
 
@@ -112,7 +115,7 @@ def test_sub_entry_batches_are_read_back_with_every_codec(
     options = ProducerOptions(name="p", sub_entry_messages=100, compression=codec)
     with environment.producer(stream, options) as producer:
         producer.send_many(bodies)
-        assert producer.flush(30).stored == 2_345
+        assert producer.flush(PATIENCE).stored == 2_345
         assert producer.last_publishing_ids == {stream: 2_345}
     with environment.producer(stream, options) as again:
         assert again.last_publishing_ids == {stream: 2_345}
@@ -130,9 +133,19 @@ def test_filter_values_where_the_broker_can_and_a_clear_error_where_not(
     with environment.producer(stream, options) as producer:
         for country in ("de", "fr", None):
             producer.send_many([b"%a" % country] * 100, filter_values=[country] * 100)
-            producer.flush(30).raise_for_failures()
-    with environment.consumer(stream, offset="first", filter_values=("fr",)) as consumer:
-        found = {message.body for message in consumer.messages(timeout=1)}
+            producer.flush(PATIENCE).raise_for_failures()
+        producer.send(b"end", filter_value="fr")
+        producer.flush(PATIENCE).raise_for_failures()
+    found = set[bytes]()
+    with environment.consumer(
+        stream, offset="first", filter_values=("fr",), **patient.READER
+    ) as consumer:
+        for message in consumer.messages(timeout=PATIENCE):
+            if message.body == b"end":
+                break
+            found.add(message.body)
+        else:
+            pytest.fail("the end was not read")
     assert b"'fr'" in found
     assert b"'de'" not in found
 
@@ -147,9 +160,9 @@ def test_key_and_properties_are_read_back(environment: StreamEnvironment, stream
             application_properties={"n": 1},
         )
         producer.send(b"3")
-        producer.flush(30).raise_for_failures()
-    with environment.consumer(stream, offset="first") as consumer:
-        messages = consumer.messages(timeout=10)
+        producer.flush(PATIENCE).raise_for_failures()
+    with environment.consumer(stream, offset="first", **patient.READER) as consumer:
+        messages = consumer.messages(timeout=PATIENCE)
         first, second, third = (next(messages) for _ in range(3))
     assert [first.key, second.key, third.key] == ["customer-7", "ключ", None]
     assert second.properties is not None
@@ -166,7 +179,7 @@ def test_the_broker_routes_keys_by_its_bindings(environment: StreamEnvironment) 
         producer.send_many([b"0", b"1", b"2", b"2"], ["0", "1", "2", "2"])
         with pytest.raises(Unroutable):
             producer.send(b"", key="nowhere")
-        assert producer.flush(30).stored == 4
+        assert producer.flush(PATIENCE).stored == 4
         for n, stream in enumerate(environment.partitions(invoices)):
             assert set(stored(environment, stream, 2 if n == 2 else 1)) == {b"%d" % n}
 
@@ -198,27 +211,29 @@ def test_a_producer_goes_on_when_the_streams_leader_is_elected_anew(
         def send() -> None:
             nonlocal sent
             while not ended.is_set():
-                producer.send_many([b"%d" % n for n in range(sent, sent + 500)])
+                # As long as elections may take.
+                producer.send_many([b"%d" % n for n in range(sent, sent + 500)], timeout=90)
                 sent += 500
                 ended.wait(0.005)
 
         sending = threading.Thread(target=send)
         sending.start()
         try:
-            for times in range(1, 4):
+            for _ in range(3):
+                before = producer.counters["recoveries"]  # one kill may take several
                 kill_leader_process(nodes, environment, stream)
-                wait_until(partial(has_recovered, producer, times))
+                wait_until(partial(has_recovered_since, producer, before))
         finally:
             ended.set()
             sending.join()
-        report = producer.flush(30)
+        report = producer.flush(PATIENCE)
         report.raise_for_failures()
         assert report.stored == sent
     assert stored(environment, stream, sent) == [b"%d" % n for n in range(sent)]
 
 
-def has_recovered(producer: Producer, times: int) -> bool:
-    return producer.counters["recoveries"] >= times
+def has_recovered_since(producer: Producer, before: float) -> bool:
+    return producer.counters["recoveries"] > before
 
 
 def kill_leader_process(nodes: Cluster, environment: StreamEnvironment, stream: str) -> None:
@@ -236,7 +251,7 @@ def test_a_producer_whose_stream_is_deleted_fails(
 ) -> None:
     producer = environment.producer(stream)
     producer.send(b"x")
-    producer.flush(30).raise_for_failures()
+    producer.flush(PATIENCE).raise_for_failures()
     environment.delete_stream(stream)
 
     def fails() -> bool:
@@ -271,8 +286,8 @@ def test_many_threads_may_use_one_producer(environment: StreamEnvironment) -> No
                 thread.start()
             for thread in threads:
                 thread.join()
-            assert producer.flush(30).stored == 8_000
-        with environment.consumer(invoices, offset="first") as consumer:
+            assert producer.flush(PATIENCE).stored == 8_000
+        with environment.consumer(invoices, offset="first", **patient.READER) as consumer:
             found = read_all(consumer, 8_000)
         for bodies in found.values():
             for number in range(4):
@@ -283,13 +298,16 @@ def test_many_threads_may_use_one_producer(environment: StreamEnvironment) -> No
 LEFT_OPEN = """
 import sys
 from sharding.stream import StreamEnvironment
-producer = StreamEnvironment(sys.argv[1]).producer(sys.argv[2])
+from tests.support import patient
+producer = StreamEnvironment(sys.argv[1], **patient.STREAMS).producer(sys.argv[2])
 producer.send(b"x")
-print(producer.flush(30).stored)
+print(producer.flush(60).stored)
 """
 
 
 def test_a_producer_left_open_does_not_keep_the_process_alive(nodes: Cluster, stream: str) -> None:
     arguments = [sys.executable, "-c", LEFT_OPEN, nodes.nodes[0].endpoint.stream_url, stream]
-    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=30, check=True)
+    ended = subprocess.run(
+        arguments, cwd=PROJECT, capture_output=True, text=True, timeout=2 * PATIENCE, check=True
+    )
     assert ended.stdout == "1\n"

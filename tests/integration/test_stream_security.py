@@ -113,7 +113,7 @@ def test_many_threads_write_while_one_reads_over_one_tls_connection(secured: Sec
 
         with ThreadPoolExecutor(threads) as writers:
             list(writers.map(publish, range(threads)))
-        assert both.done.wait(60), (both.confirmed, both.read)
+        assert both.done.wait(PATIENCE), (both.confirmed, both.read)
         assert both.lost is None
     finally:
         client.detach_publisher(publisher)
@@ -136,7 +136,7 @@ def test_a_broker_of_another_name_is_refused(secured: Secured) -> None:
 
 def test_a_broker_of_another_authority_is_refused(secured: Secured, tmp_path: Path) -> None:
     stranger = Authority(tmp_path, "stranger").client_context()
-    error = refused(secured.tls, ConnectOptions(tls=stranger))
+    error = refused(secured.tls, ConnectOptions(tls=stranger, connect_timeout=PATIENCE))
     assert isinstance(error, PeerNotTrusted)
 
 
@@ -160,7 +160,7 @@ def test_a_wrong_password_is_refused_and_not_shown(secured: Secured, over_tls: b
 
 def test_a_virtual_host_that_is_not_there_is_refused(secured: Secured) -> None:
     with pytest.raises(AccessRefused, match="'nowhere'"):
-        connect(secured.plain, ConnectOptions(Login(vhost="nowhere")))
+        connect(secured.plain, ConnectOptions(Login(vhost="nowhere"), connect_timeout=PATIENCE))
 
 
 def test_external_logs_in_by_certificate(secured: Secured) -> None:

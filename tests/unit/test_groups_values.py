@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import signal
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pika
 import pytest
 
 from sharding.errors import InvalidInput, WarrenError
-from sharding.groups import BatchFailed, Delivery, GroupOptions, Retry
+from sharding.groups import BatchFailed, Delivery, GroupOptions, Retry, StreamConsumerGroup
 from sharding.groups.aio_transport import to_pamqp, to_pika
 from sharding.groups.announcements import Announcement, Kind, Roster
 from sharding.groups.dead_letters import dead_letter_properties
 from sharding.groups.delivery import Dead, Why, first_line
-from sharding.groups.running import StopRequest, stopping_on_signals
+from sharding.groups.running import SIGNALS, StopRequest, stopping_on_signals
 from tests.cluster.waiting import PATIENCE
 
 
@@ -221,6 +222,27 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert done == [True]
+
+
+def test_stream_worker_takes_signals_over_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Started(Exception):
+        pass
+
+    seen: list[object] = []
+
+    def start(_: StreamConsumerGroup) -> None:
+        seen.extend(map(signal.getsignal, SIGNALS))
+        raise Started
+
+    monkeypatch.setattr(StreamConsumerGroup, "start", start)
+    before = [signal.getsignal(number) for number in SIGNALS]
+    group = StreamConsumerGroup(cast(Any, None), "events", print, group="billing")
+    with pytest.raises(Started):
+        group.run()
+    assert not set(seen) & set(before)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_pika_is_heard_about_everything_but_locks_of_a_group() -> None:

@@ -418,6 +418,55 @@ def test_leader_somebody_waits_for_is_asked_for_all_the_time_but_at_a_bounded_ra
     assert 5 <= len(cluster.queries) <= 9
 
 
+def test_waiting_for_one_leader_asks_for_all_streams_without_one_in_the_same_query() -> None:
+    cluster = Cluster(RouteOptions(pushes=False, poll_interval=3600))
+    cluster.answer = led_by(None)
+    names = [f"s-{n}" for n in range(100)]
+    cluster.use(*names)
+    cluster.run(60)  # the rounds that need nobody to wait are over
+    cluster.queries.clear()
+    cluster.state.insist(stream("s-7"), cluster.now)
+    cluster.run(5)
+    ((_, asked),) = cluster.queries
+    assert sorted(asked) == sorted(names)
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(10, 10), (20, 15), (30, 20)])
+def test_elections_that_take_long_cost_callers_in_turn_one_query_in_two_seconds(
+    seconds: int, most: int
+) -> None:
+    cluster = Cluster(RouteOptions(poll_interval=3600))
+    names = [f"s-{n}" for n in range(100)]
+    cluster.use(*names)
+    cluster.calm()
+    killed_at, when = cluster.now, random.Random(3)
+    led_at = {name: killed_at + seconds * when.uniform(0.5, 1) for name in names}
+    cluster.answer = lambda name: led_by(B if cluster.now >= led_at[name] else None, C)(name)
+    for name in names:
+        cluster.state.pushed(name, cluster.now, 0.0)
+    for name in names:
+        while not isinstance(found := cluster.known(name), StreamRoute) or found.leader is None:
+            if found is not None:
+                cluster.state.insist(stream(name), cluster.now)
+            cluster.run(max(0.001, cluster.state.wake_at() - cluster.now))
+    assert cluster.now - killed_at < seconds + 2, "none is found long after it was elected"
+    cluster.run(10)
+    assert len(cluster.queries) <= most
+
+
+def test_waiting_for_one_leader_costs_one_query_however_many_have_none() -> None:
+    cluster = Cluster(RouteOptions(pushes=False, poll_interval=3600, batch_names=10))
+    cluster.answer = led_by(None)
+    cluster.use(*(f"s-{n}" for n in range(100)))
+    cluster.run(60)
+    cluster.queries.clear()
+    cluster.state.insist(stream("s-99"), cluster.now)
+    cluster.run(5)
+    ((_, asked),) = cluster.queries
+    assert asked[0] == "s-99"
+    assert len(asked) == 10
+
+
 def test_replicas_of_a_new_stream_are_looked_for_soon_after_its_leader() -> None:
     cluster = Cluster()
     cluster.answer = led_by(A)
@@ -576,6 +625,20 @@ def test_stream_and_super_stream_of_one_name_are_two_things() -> None:
     state.answered({"both": Partitions("both", ("p",))}, 0.0)
     assert state.known(targets[0], 0.0) == Partitions("both", ("p",))
     assert state.known(targets[1], 0.0) == missing("both")
+
+
+def test_suspected_partition_has_its_super_stream_asked_for() -> None:
+    cluster = Cluster(RouteOptions(pushes=False, poll_interval=3600))
+    invoices = Target(Kind.SUPER_STREAM, "invoices")
+    cluster.state.use(invoices, cluster.now)
+    cluster.answer = lambda name: Partitions(name, ("i-0", "i-1"))
+    cluster.work()
+    cluster.calm()
+    cluster.answer = lambda name: Partitions(name, ("i-0",))
+    cluster.state.suspect("i-1", cluster.now)  # nobody has asked for its own route
+    assert cluster.state.known(invoices, cluster.now) is None
+    cluster.run(1)
+    assert cluster.state.known(invoices, cluster.now) == Partitions("invoices", ("i-0",))
 
 
 def test_partition_that_goes_away_has_its_super_stream_asked_for() -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from math import inf
 from typing import Any, cast
 
 import pytest
@@ -53,15 +54,20 @@ class Burials:
 
 
 class Worker:
-    """A reader of the fake cluster's stream; message 3 is at work until `let_go` is set."""
+    """A reader of the fake cluster's stream; message 3 is at work until `let_go` is set.
 
-    def __init__(self, *sizes: int, slow: int = 3, **options: Any) -> None:
+    One that is `stuck` is at work until the end.
+    """
+
+    def __init__(self, *sizes: int, slow: int = 3, stuck: int = -1, **options: Any) -> None:
         self.cluster = FakeCluster(*sizes)
         self.handled: list[int] = []
         self.begun = threading.Event()
         self.let_go = threading.Event()
         self.burials = Burials()
         self._slow = slow
+        self._stuck = stuck
+        self._ends = threading.Event()
         chosen = StreamGroupOptions(
             **{"store_every_seconds": 1e6, "handover_timeout": MAX_HANDOVER, **options}
         )
@@ -102,12 +108,15 @@ class Worker:
         if offset == self._slow and not self.let_go.is_set():
             self.begun.set()
             assert self.let_go.wait(PATIENCE)
+        if offset == self._stuck:
+            assert self._ends.wait(2 * PATIENCE)
         if delivery.body == b"666":
             raise ValueError("poison")
         self.handled.append(offset)
 
     def close(self) -> None:
         self.let_go.set()
+        self._ends.set()
         self.reader.stop(time.monotonic() + PATIENCE)
         assert self.reader.join(time.monotonic() + PATIENCE)
         self.workshop.stop(1)
@@ -154,6 +163,59 @@ def test_a_handler_that_takes_too_long_is_not_waited_for(make: Callable[..., Wor
     assert asked.result(PATIENCE) == NEXT
     assert worker.stored == 2, "the one at work is not passed"
     assert worker.counts.all()["late_handovers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("handlers_left", "least", "most"),
+    [(3 * PATIENCE, 2 * PATIENCE, inf), (0.0, 0.0, PATIENCE)],
+    ids=["until the deadline", "some of its own when handlers took all the time"],
+)
+def test_the_offset_of_a_handover_has_time_to_be_stored(
+    make: Callable[..., Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    handlers_left: float,
+    least: float,
+    most: float,
+) -> None:
+    left: list[float] = []
+
+    def store(*arguments: Any) -> None:
+        deadline, clock = arguments[4:6]
+        left.append(deadline - clock())
+
+    monkeypatch.setattr("sharding.groups.stream_offsets.store_offset_surely", store)
+    worker = make(10)
+    worker.take_turn()
+    worker.wait_for_work(in_hand=7)
+    wait_until(lambda: worker.stored is not None, PATIENCE)
+    worker.let_go.set()  # what is handled from here on is not stored before the end
+    wait_until(lambda: worker.handled == list(range(10)), PATIENCE)
+    worker.reader.stop(time.monotonic() + handlers_left)
+    assert worker.reader.join(time.monotonic() + PATIENCE)
+    (given,) = left
+    assert least < given < most
+
+
+def test_an_offset_is_stored_in_time_though_the_thread_slept_with_nothing_to_store(
+    make: Callable[..., Worker],
+) -> None:
+    worker = make(10, store_every_seconds=0.1, heartbeat=3600)
+    worker.take_turn()
+    worker.wait_for_work(in_hand=7)
+    wait_until(lambda: worker.stored == 2, PATIENCE)
+    worker.let_go.set()
+    wait_until(lambda: worker.stored == 9, PATIENCE)
+
+
+def test_an_offset_is_stored_in_time_though_the_thread_waits_for_room(
+    make: Callable[..., Worker],
+) -> None:
+    worker = make(200, stuck=5, store_every_seconds=0.1, heartbeat=3600, prefetch=100)
+    worker.take_turn()
+    assert worker.begun.wait(PATIENCE)
+    wait_until(lambda: worker.stored == 2, PATIENCE)
+    worker.let_go.set()  # two more are handled: too few to hand in others instead
+    wait_until(lambda: worker.stored == 4, PATIENCE)
 
 
 def test_a_new_turn_goes_on_after_what_others_stored_and_after_what_was_handled_here(

@@ -66,6 +66,8 @@ def _connected(address: Broker, deadline: float, clock: _Clock) -> socket.socket
 
 def resolved(address: Broker, deadline: float, clock: _Clock = time.monotonic) -> list[_Address]:
     """The addresses of a name. The system's resolver takes no deadline, so a thread asks it."""
+    if numeric := _numeric(address):
+        return numeric
     answers: queue.SimpleQueue[list[_Address] | OSError | UnicodeError] = queue.SimpleQueue()
 
     def ask() -> None:
@@ -83,6 +85,17 @@ def resolved(address: Broker, deadline: float, clock: _Clock = time.monotonic) -
     if isinstance(answer, Exception):
         raise Unreachable(f"the name {address.host!r} was not resolved: {answer}") from answer
     return answer
+
+
+def _numeric(address: Broker) -> list[_Address]:
+    """What needs no resolver, and so no thread that a busy machine may start late."""
+    try:
+        found = socket.getaddrinfo(
+            *address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        )
+    except (OSError, UnicodeError):
+        return []
+    return [(family, where) for family, _, _, _, where in found]
 
 
 def _shake_hands(sock: ssl.SSLSocket, address: Broker, deadline: float, clock: _Clock) -> None:
