@@ -352,6 +352,31 @@ def test_stopping_finishes_what_is_running_and_gives_back_the_rest(
     assert sorted(log.numbers() + rest.numbers()) == list(range(50))
 
 
+def test_the_stop_is_told_of_when_nothing_more_is_begun(
+    topology: Topology, images: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, let_go = threading.Event(), threading.Event()
+
+    def wait(_: Delivery) -> None:
+        begun.set()
+        let_go.wait()
+
+    log = Log(wait)
+    publish(topology, images, 50)
+    group = ConsumerGroup(topology, images, log, options=patient.group())
+
+    def told(line: str, *_: object) -> None:
+        if "stopping" in line:
+            let_go.set()
+            wait_until(lambda: group.counters["in_hand"] == 0)
+
+    with group:
+        assert begun.wait(PATIENCE)
+        wait_until(lambda: group.counters["in_hand"] == 50)
+        monkeypatch.setattr("sharding.groups.queue_group.logger.info", told)
+    assert len(log.handled) == 1
+
+
 def test_stopping_is_bounded_and_an_unfinished_message_comes_again(
     topology: Topology, images: str
 ) -> None:
