@@ -26,8 +26,10 @@ from sharding import (
     TopologyOptions,
 )
 from tests.cluster import Cluster, Node, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.sharded import connection_to, drain, fresh_queue, shards_in_broker, topology_of
+from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 
@@ -36,15 +38,24 @@ CONFIRM_TIMEOUT = 5.0
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 
 
-def set_up(topology: Topology, policy: Policy) -> ShardMap:
-    topology.set_policy(policy)
-    return topology.ensure(policy.name).shard_map
+def set_up(cluster: Cluster, policy: Policy, *, management: bool = True) -> ShardMap:
+    """Nothing is harmed yet, so no deadline of the test's own topology counts."""
+    with topology_of(cluster, options=patient.TOPOLOGY, management=management) as topology:
+        topology.set_policy(policy)
+        return topology.ensure(policy.name).shard_map
+
+
+def reads(topology: Topology, shard_map: ShardMap) -> None:
+    """Wait until it has this map: what is harmed afterwards does not keep it from starting."""
+    topology.wait_until_ready(PATIENCE)
+    assert topology.shard_map(shard_map.logical) == shard_map
 
 
 ROUTER = """
 import sys
-from sharding import Topology
-with Topology(sys.argv[1]) as topology:
+from sharding import Topology, TopologyOptions
+from tests.cluster.waiting import PATIENCE
+with Topology(sys.argv[1], options=TopologyOptions(start_timeout=PATIENCE)) as topology:
     images = topology.shard_map(sys.argv[2])
     for number in range(10_000):
         print(images.shard_of(f"key-{number}").name)
@@ -59,8 +70,9 @@ def routes_of_another_process(node: Node, logical: str) -> list[str]:
 
 def test_keys_of_other_shards_do_not_move_when_a_node_dies(harmed: Cluster) -> None:
     logical = fresh_queue()
+    shard_map = set_up(harmed, Policy.exactly(logical, 2, name=logical))
     with topology_of(harmed) as topology:
-        shard_map = set_up(topology, Policy.exactly(logical, 2, name=logical))
+        reads(topology, shard_map)
         before = routes_of_another_process(harmed.nodes[0], logical)
         assert before == [shard_map.shard_of(f"key-{n}").name for n in range(10_000)]
         victim = harmed.nodes[2]
@@ -97,8 +109,9 @@ def _refused(channel: ShardedChannel, logical: str, key: str) -> bool:
 def test_keys_move_for_everybody_where_the_policy_says_so_and_come_home(harmed: Cluster) -> None:
     logical = fresh_queue()
     policy = Policy(logical, f"^{logical}$", 2, on_unavailable=OnUnavailable.MOVE)
+    home = set_up(harmed, policy)
     with topology_of(harmed) as topology:
-        home = set_up(topology, policy)
+        reads(topology, home)
         before = routes_of_another_process(harmed.nodes[0], logical)
         victim = harmed.nodes[1]
         victim.kill()
@@ -125,9 +138,10 @@ def test_node_that_hangs_keeps_its_shards_in_the_map(harmed: Cluster, management
     """It can't be reached, but it has not left: that is no reason to move keys."""
     logical = fresh_queue()
     quick = TopologyOptions(connect_timeout=1.0, change_timeout=8.0)
+    shard_map = set_up(harmed, Policy.exactly(logical, 1, name=logical), management=management)
+    assert len(shard_map.shards) == 3
     with topology_of(harmed, options=quick, management=management) as topology:
-        shard_map = set_up(topology, Policy.exactly(logical, 1, name=logical))
-        assert len(shard_map.shards) == 3
+        reads(topology, shard_map)
         harmed.nodes[2].freeze()
         try:
             # The management API did not answer in time while a node hung, and without it ensure()
@@ -137,19 +151,20 @@ def test_node_that_hangs_keeps_its_shards_in_the_map(harmed: Cluster, management
         finally:
             harmed.nodes[2].thaw()
         harmed.wait_until_whole()
-        topology.refresh()
+    with topology_of(harmed, options=patient.TOPOLOGY, management=management) as topology:
+        topology.refresh(PATIENCE)
         assert topology.shard_map(logical) == shard_map
 
 
 def test_herd_of_sixteen_clients_ends_evenly(nodes: Cluster) -> None:
     logical = fresh_queue()
     node = nodes.nodes[0]
-    with topology_of(nodes) as topology:
-        shard_map = set_up(topology, Policy.exactly(logical, 4, name=logical))
+    shard_map = set_up(nodes, Policy.exactly(logical, 4, name=logical))
+    with topology_of(nodes, options=patient.TOPOLOGY) as topology:
         shards = [shard.name for shard in shard_map.shards_on(node.name)]
         stop = threading.Event()
         together = threading.Barrier(16)
-        topologies = [topology_of(nodes) for _ in range(4)]
+        topologies = [topology_of(nodes, options=patient.TOPOLOGY) for _ in range(4)]
 
         def client(number: int) -> None:
             with connection_to(node) as connection:
@@ -184,8 +199,9 @@ def test_what_is_reported_stored_is_stored_whatever_happens_to_a_node(
     stored, refused, unknown = set[bytes](), set[bytes](), set[bytes]()
     reasons: list[Exception] = []
     longest = 0.0
+    shard_map = set_up(harmed, Policy.exactly(logical, 2, name=logical))
     with topology_of(harmed) as topology, connection_to(harmed.nodes[0]) as connection:
-        set_up(topology, Policy.exactly(logical, 2, name=logical))
+        reads(topology, shard_map)
         channel = ShardedChannel(connection.channel(), topology, confirm_timeout=CONFIRM_TIMEOUT)
         channel.confirm_delivery()
         on_the_wire = methods_sent(connection)
