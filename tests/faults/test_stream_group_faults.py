@@ -75,9 +75,9 @@ class Worker:
         return {line.shard for line in lines_of(self.path) if line.what == "B" and line.at > since}
 
     def kill(self) -> None:
+        self.killed_at = time.monotonic()  # before: another may have its partitions at once
         self.process.kill()
         self.process.wait()
-        self.killed_at = time.monotonic()
 
 
 @dataclass
