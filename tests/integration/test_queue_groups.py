@@ -113,7 +113,7 @@ def test_a_worker_alone_reads_every_shard_and_keys_stay_in_order(
     log = Log()
     with ConsumerGroup(topology, images, log, options=patient.group(parallelism=4)) as group:
         wait_until(lambda: len(log.handled) == 600, explain=lambda: str(group.counters))
-        assert len(group.shards) == 6
+        wait_until(lambda: len(group.shards) == 6)  # one may have none of the keys
     assert sorted(log.numbers()) == list(range(600))
     log.check_order()
     first = log.handled[0]
@@ -337,6 +337,7 @@ def test_stopping_finishes_what_is_running_and_gives_back_the_rest(
     group.start()
     try:
         assert begun.wait(PATIENCE)
+        wait_until(lambda: group.counters["in_hand"] == 50)
         ending = threading.Thread(target=group.stop)
         ending.start()
         wait_until(lambda: group.counters["requeued"] > 0)  # stopping has begun
