@@ -139,8 +139,10 @@ class ControlPlane:
             async with asyncio.timeout(self.options.connect_timeout):
                 await self.log.attach(session)
                 await self.log.catch_up(session)
-        except BaseException:
+        except BaseException as error:
             await session.close()
+            if isinstance(error, TimeoutError) and self.log.refused is not None:
+                raise self.log.refused from None  # says more than that nothing came
             raise
         return session
 

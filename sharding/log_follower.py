@@ -11,12 +11,13 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pika
 
 from sharding import map_log
-from sharding.amqp import Channel, Message, Refused, Session
+from sharding.amqp import ACCESS_REFUSED, Channel, Message, Refused, Session
 from sharding.errors import RemoteError, Unreachable, UnsupportedFormat
 from sharding.map_log import State
 
@@ -38,6 +39,8 @@ class LogFollower:
     def __init__(self, on_change: Listener) -> None:
         self.state = State()
         self.failure: UnsupportedFormat | None = None
+        self.refused: Refused | None = None
+        """While the log sends nothing: that this user may not append to it either."""
         self._next_offset = 0
         self._reading = State()
         """The state at the record that was read last; shown as `state` unless `_hidden`."""
@@ -50,6 +53,7 @@ class LogFollower:
 
     async def attach(self, session: Session) -> None:
         """Read on, over this connection. `Refused` (406) if its node has no replica of the log."""
+        self.refused = None
         await self._declare(session)
         self._writer = await session.channel()
         await self._writer.confirm_publishes()
@@ -148,24 +152,39 @@ class LogFollower:
         try:
             await channel.qos(PREFETCH)
             await channel.consume(LOG_QUEUE, note, arguments={"x-stream-offset": "last"})
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(EMPTY_AFTER):
                     await arrived.wait()
-            except TimeoutError:
-                await self._publish(NOTHING, uuid.uuid4().hex)
+            if not arrived.is_set():
+                await self._append_nothing(session)
                 await arrived.wait()
+            self.refused = None
             # The broker sends a chunk in one go, so its answer to this comes after the whole chunk.
             await channel.qos(PREFETCH)
         finally:
             channel.close()
         return last
 
+    async def _append_nothing(self, session: Session) -> None:
+        """Who may only read has to wait on: the log is empty, or slow.
+
+        On a channel of its own, since the broker closes the one of a refused record.
+        """
+        channel = await session.channel()
+        try:
+            await channel.confirm_publishes()
+            await _publish(channel, NOTHING, uuid.uuid4().hex)
+        except Refused as error:
+            if error.code != ACCESS_REFUSED:
+                raise
+            self.refused = error
+        finally:
+            channel.close()
+
     async def _publish(self, record: bytes, name: str) -> None:
         if self._writer is None:
             raise RuntimeError("the log is not attached to a connection")
-        properties = pika.BasicProperties(message_id=name, delivery_mode=2)
-        if not await self._writer.publish("", LOG_QUEUE, record, properties):
-            raise RemoteError("the broker did not store a record of the map log")
+        await _publish(self._writer, record, name)
 
     def _on_record(self, message: Message) -> None:
         offset = _offset(message)
@@ -205,6 +224,12 @@ class LogFollower:
     def _raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure
+
+
+async def _publish(channel: Channel, record: bytes, name: str) -> None:
+    properties = pika.BasicProperties(message_id=name, delivery_mode=2)
+    if not await channel.publish("", LOG_QUEUE, record, properties):
+        raise RemoteError("the broker did not store a record of the map log")
 
 
 def _offset(message: Message) -> int:

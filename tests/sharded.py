@@ -13,6 +13,7 @@ from pika.adapters.blocking_connection import BlockingChannel, BlockingConnectio
 from sharding import ShardName
 from sharding.topology import Topology, TopologyOptions
 from tests.cluster import Cluster, Node
+from tests.support import patient
 
 
 def fresh_queue() -> str:
@@ -32,7 +33,7 @@ def topology_of(
 
 @contextmanager
 def connection_to(node: Node) -> Iterator[BlockingConnection]:
-    connection = pika.BlockingConnection(pika.URLParameters(node.endpoint.amqp_url))
+    connection = pika.BlockingConnection(patient.parameters(node.endpoint.amqp_url))
     try:
         yield connection
     finally:

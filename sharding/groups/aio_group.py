@@ -148,6 +148,7 @@ class AioConsumerGroup:
             self._unsubscribe()
             self._steward.wind_down()
             patience = self.options.stop_timeout if timeout is None else timeout
+            self._workshop.wind_down()
             logger.info("stopping; handlers have %g s to finish", patience)
             finished = await self._workshop.stop(patience)
             if not finished:

@@ -108,6 +108,7 @@ class AioChannel:
         self._under = under
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._questions: set[asyncio.Future[Any]] = set()
         self._acks: deque[tuple[int, bool]] = deque()
         self.closed: asyncio.Future[str] = self._loop.create_future()
         channel.close_callbacks.add(self._on_close)
@@ -235,12 +236,25 @@ class AioChannel:
         return isinstance(answer, commands.Basic.Ack)
 
     async def _ask(self, question: Awaitable[Any]) -> Any:
+        """Whoever asks may be cancelled, the question is not: aiormq warns of that in the log.
+
+        It ends with the answer or with the channel, which whoever gave up closes.
+        """
+        asked = asyncio.ensure_future(question)
+        self._questions.add(asked)
+        asked.add_done_callback(self._on_answer)
+        await asyncio.wait([asked])
         try:
-            return await question
+            return asked.result()
         except aiormq.exceptions.DeliveryError:
             raise
         except _GONE as error:
             raise _translated(error) from None
+
+    def _on_answer(self, asked: asyncio.Future[Any]) -> None:
+        self._questions.discard(asked)
+        if not asked.cancelled():
+            asked.exception()  # else asyncio complains where nobody waits for it any more
 
     def _spawn(self, work: Awaitable[Any]) -> None:
         """Do it later; a failure means that the channel is gone, which `closed` tells."""

@@ -84,10 +84,14 @@ class AioWorkshop:
         self._foreman.set_lease(shard, until)
         self._begin()
 
-    async def stop(self, timeout: float) -> bool:
-        """Give back what is not running and wait for the rest; what is left then is cancelled."""
+    def wind_down(self) -> None:
+        """Begin nothing more, and give back what is not running."""
         self._stopping = True
         tell(self._foreman.stop())
+
+    async def stop(self, timeout: float) -> bool:
+        """Give back what is not running and wait for the rest; what is left then is cancelled."""
+        self.wind_down()
         finished = True
         try:
             async with asyncio.timeout(timeout):

@@ -140,6 +140,7 @@ class ConsumerGroup:
                 with suppress(RuntimeError):  # it has ended by itself
                     loop.call_soon_threadsafe(self._steward.wind_down)
             patience = self.options.stop_timeout if timeout is None else timeout
+            workshop.wind_down()
             logger.info("stopping; handlers have %g s to finish", patience)
             finished = workshop.stop(patience)
             if not finished:

@@ -13,7 +13,8 @@ The interface, for whoever reads messages (the *owner*):
 * `trim(shard)`: give back what was submitted after all that was begun. What was submitted before is
   finished, so that there is one place between what was handled here and what was not.
 * `set_lease(shard, until)`: begin no message of the shard after this moment of the clock.
-* `stop(timeout)`: the same for everything; True if all handlers ended in time.
+* `wind_down()`: begin nothing more, of any shard; what is not running is given back.
+* `stop(timeout)`: the same, and wait; True if all handlers ended in time.
 * `failure`: why the workshop ended by itself, when too many handlers hang; `on_failure` is called.
 
 No bound on what may be submitted is kept here: the owner's prefetch is that bound.
@@ -116,13 +117,17 @@ class Workshop:
             self._foreman.set_lease(shard, until)
             self._changed.notify_all()
 
-    def stop(self, timeout: float) -> bool:
-        """Give back what is not running and wait for the rest; whether it ended in time."""
+    def wind_down(self) -> None:
+        """Begin nothing more, and give back what is not running."""
         with self._changed:
             self._stopping = True
             settled = self._foreman.stop()
             self._changed.notify_all()
         tell(settled)
+
+    def stop(self, timeout: float) -> bool:
+        """Give back what is not running and wait for the rest; whether it ended in time."""
+        self.wind_down()
         with self._changed:
             return self._changed.wait_for(lambda: not self._foreman.in_hand, timeout)
 

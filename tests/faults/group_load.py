@@ -18,7 +18,7 @@ from sharding import ShardUnavailable, Topology
 from sharding.management import NoAnswer
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.faults.group_worker import Line, lines_of
+from tests.faults.group_worker import OPTIONS, Line, hold_of, lines_of
 from tests.machine import PROJECT
 
 KEYS = 200
@@ -85,9 +85,29 @@ class Worker:
         return held[-1] if held else 0
 
     def kill(self) -> None:
+        self.killed_at = time.monotonic()  # before: another may have its shards at once
         self.process.kill()
-        self.killed_at = time.monotonic()
         self.process.wait()
+
+    def freeze_at_work(self) -> None:
+        """Freeze it while all its handlers are at work, so that none is about to begin."""
+        hold = hold_of(self.path)
+        hold.touch()
+        try:
+            wait_until(lambda: len(self._begun()) == OPTIONS.parallelism)
+            self.freeze()
+        finally:
+            hold.unlink()
+
+    def _begun(self) -> set[tuple[str, int]]:
+        """Messages that a handler is at work on."""
+        begun: set[tuple[str, int]] = set()
+        for line in self.lines():
+            if line.what == "B":
+                begun.add((line.shard, line.number))
+            elif line.what in "EF":
+                begun.discard((line.shard, line.number))
+        return begun
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)

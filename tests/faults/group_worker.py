@@ -6,6 +6,8 @@ A line is `what monotonic-time shard key number`, and what is one of
   B a handler begins, E it ends well, F it fails on purpose (now and then, at the first attempt),
   H the shards held have changed; their number stands where the shard would.
 The clock is the machine's, so lines of different processes can be compared.
+
+While there is FILE with the ending `.hold`, no handler that has begun ends.
 """
 
 from __future__ import annotations
@@ -51,6 +53,10 @@ def lines_of(path: Path) -> list[Line]:
     return found
 
 
+def hold_of(path: Path) -> Path:
+    return path.with_suffix(".hold")
+
+
 class Recorder:
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -64,18 +70,23 @@ class Recorder:
 class Handling:
     """The work, and what is written of it."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, hold: Path) -> None:
         self._recorder = recorder
+        self._hold = hold
         self._chance = random.Random()
 
     def __call__(self, delivery: Delivery) -> None:
         self._note("B", delivery)
         time.sleep(self._chance.uniform(0, 0.004))  # the work
+        while self._hold.exists():
+            time.sleep(0.005)
         self._end(delivery)
 
     async def later(self, delivery: Delivery) -> None:
         self._note("B", delivery)
         await asyncio.sleep(self._chance.uniform(0, 0.004))
+        while self._hold.exists():
+            await asyncio.sleep(0.005)
         self._end(delivery)
 
     def _end(self, delivery: Delivery) -> None:
@@ -103,9 +114,10 @@ def watch(group: ConsumerGroup | AioConsumerGroup, recorder: Recorder) -> None:
     threading.Thread(target=run, daemon=True).start()
 
 
-async def work_on_a_loop(topology: Topology, logical: str, recorder: Recorder) -> None:
-    handle = Handling(recorder).later
-    group = AioConsumerGroup(topology, logical, handle, options=OPTIONS)
+async def work_on_a_loop(
+    topology: Topology, logical: str, recorder: Recorder, handling: Handling
+) -> None:
+    group = AioConsumerGroup(topology, logical, handling.later, options=OPTIONS)
     watch(group, recorder)
     await group.run()
 
@@ -115,11 +127,12 @@ def main() -> None:
     asynchronous = words[0] == "--aio"
     logical, path, *urls = words[asynchronous:]
     recorder = Recorder(path)
+    handling = Handling(recorder, hold_of(Path(path)))
     with Topology(*urls) as topology:
         if asynchronous:
-            asyncio.run(work_on_a_loop(topology, logical, recorder))
+            asyncio.run(work_on_a_loop(topology, logical, recorder, handling))
             return
-        group = ConsumerGroup(topology, logical, Handling(recorder), options=OPTIONS)
+        group = ConsumerGroup(topology, logical, handling, options=OPTIONS)
         watch(group, recorder)
         group.run()
 

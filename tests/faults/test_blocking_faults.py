@@ -152,7 +152,7 @@ def test_node_that_hangs_keeps_its_shards_in_the_map(harmed: Cluster, management
             harmed.nodes[2].thaw()
         harmed.wait_until_whole()
     with topology_of(harmed, options=patient.TOPOLOGY, management=management) as topology:
-        topology.refresh()
+        topology.refresh(PATIENCE)
         assert topology.shard_map(logical) == shard_map
 
 

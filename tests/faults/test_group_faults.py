@@ -149,7 +149,8 @@ def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
 
             wait_until(lambda: len(at_work()) == 3)
             held = at_work()
-            frozen.freeze()
+            # Else one could be frozen between the look at its lease and its first line.
+            frozen.freeze_at_work()
             since = time.monotonic()
             wait_until(lambda: time_until_read(other.lines(), held, since) < float("inf"))
             recovery = time_until_read(other.lines(), held, since)

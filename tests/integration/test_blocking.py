@@ -87,7 +87,9 @@ def _node_of_consumer(cluster: Cluster, tag: str) -> str:
     def listed() -> list[str]:
         consumers = cluster.nodes[0].management.get("consumers", timeout=PATIENCE)
         here = [consumer for consumer in consumers if consumer["consumer_tag"] == tag]
-        found.extend(consumer["channel_details"]["node"] for consumer in here)
+        # It may list a consumer before it knows of its channel: that is `[]` then.
+        known = [consumer["channel_details"] for consumer in here if consumer["channel_details"]]
+        found.extend(details["node"] for details in known)
         return found
 
     wait_until(listed)

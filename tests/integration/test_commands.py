@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pika
 import pytest
@@ -20,30 +21,38 @@ pytestmark = pytest.mark.cluster
 
 
 def warren(node: Node, *arguments: str, password: str = "guest") -> tuple[int, str]:
+    done = run(node, *arguments, password=password)
+    return done.returncode, done.stdout + done.stderr
+
+
+def as_json(node: Node, *arguments: str) -> Any:
+    """What a command prints; warnings, which a slow broker may cause, are no part of it."""
+    return json.loads(run(node, *arguments, "--json").stdout)
+
+
+def run(node: Node, *arguments: str, password: str = "guest") -> subprocess.CompletedProcess[str]:
     url = node.endpoint.amqp_url.replace("guest:guest", f"guest:{password}")
     where = ["--url", url, "--management", node.management.url]
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "sharding.cli", *arguments, *where],
         cwd=PROJECT,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    return done.returncode, done.stdout + done.stderr
 
 
 def test_policy_is_set_listed_shown_and_cleared(cluster: Cluster) -> None:
     node, logical = cluster.nodes[0], fresh_queue()
     code, said = warren(node, "policy", "set", logical, "--shards-per-node", "2")
     assert (code, f"{logical}: 6 shards on 3 nodes" in said) == (0, True), said
-    _, listed = warren(node, "policy", "list", "--json")
-    assert {policy["name"] for policy in json.loads(listed)} >= {logical}
+    assert {policy["name"] for policy in as_json(node, "policy", "list")} >= {logical}
 
     with raw_channel(node) as channel:
         channel.basic_publish("", str(ShardName(logical, node.name, 1)), b"one")
         channel.basic_consume(str(ShardName(logical, node.name, 0)), lambda *_: None)
-        _, shown = warren(node, "topology", logical, "--json")
-    rows = {row["shard"]: row for row in json.loads(shown)["shards"]}
+        shown = as_json(node, "topology", logical)
+    rows = {row["shard"]: row for row in shown["shards"]}
     assert set(rows) == set(shards_of(cluster, logical))
     assert rows[str(ShardName(logical, node.name, 0))]["consumers"] == 1
     assert rows[str(ShardName(logical, node.name, 1))]["messages"] == 1
@@ -60,8 +69,8 @@ def test_deleted_shard_is_shown_and_made_again(cluster: Cluster) -> None:
     lost = str(ShardName(logical, cluster.nodes[1].name, 0))
     with raw_channel(node) as channel:
         channel.queue_delete(lost)
-    _, shown = warren(node, "topology", logical, "--json")
-    assert {row["shard"]: row["state"] for row in json.loads(shown)["shards"]}[lost] == "missing"
+    shown = as_json(node, "topology", logical)
+    assert {row["shard"]: row["state"] for row in shown["shards"]}[lost] == "missing"
     assert warren(node, "shards", "ensure", logical)[0] == 0
     assert shards_of(cluster, logical)[lost] == cluster.nodes[1].name
 

@@ -28,6 +28,8 @@ from sharding import (
 )
 from tests.cluster import Cluster, wait_until
 from tests.cluster import Node as ClusterNode
+from tests.cluster.waiting import PATIENCE
+from tests.support import patient
 from tests.support.clocks import Clock, TimedPublisher
 
 pytestmark = pytest.mark.cluster
@@ -94,7 +96,7 @@ def parameters_for(
 
 
 def connect(node: ClusterNode) -> pika.BlockingConnection:
-    return pika.BlockingConnection(pika.URLParameters(node.endpoint.amqp_url))
+    return pika.BlockingConnection(patient.parameters(node.endpoint.amqp_url))
 
 
 Delivery = tuple[Any, pika.BasicProperties, bytes]
@@ -126,6 +128,12 @@ def failures(report: Report) -> dict[int, Outcome]:
     return {result.number: result.outcome for result in report.not_stored}
 
 
+def publisher_of(routing: FixedRouting, **options: Any) -> ShardedPublisher:
+    """Where nothing is broken, no deadline ends."""
+    chosen: dict[str, Any] = {"confirm_timeout": PATIENCE} | options
+    return ShardedPublisher(routing, routing.map.logical, **chosen)
+
+
 class Published:
     """Publishes numbered bodies and remembers which number went where."""
 
@@ -149,11 +157,11 @@ def test_every_message_is_stored_in_its_shard_in_the_order_of_its_key(
     cluster: Cluster, through: Any
 ) -> None:
     routing = declare(cluster, per_node=2)
-    with ShardedPublisher(routing, routing.map.logical, window=100, through=through) as publisher:
+    with publisher_of(routing, window=100, through=through) as publisher:
         publish = Published(publisher)
         for number in range(3_000):
             publish(f"user-{number % 50}")
-        report = publisher.flush()
+        report = publisher.flush(PATIENCE)
     assert report == Report(stored=3_000)
     found = bodies(cluster, routing)
     for key, numbers in publish.by_key.items():
@@ -167,7 +175,7 @@ def test_every_message_is_stored_in_its_shard_in_the_order_of_its_key(
 
 def test_threads_keep_the_order_of_their_own_messages(cluster: Cluster) -> None:
     routing = declare(cluster)
-    with ShardedPublisher(routing, routing.map.logical, window=50) as publisher:
+    with publisher_of(routing, window=50) as publisher:
 
         def work(name: str) -> None:
             for number in range(300):
@@ -178,7 +186,7 @@ def test_threads_keep_the_order_of_their_own_messages(cluster: Cluster) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert publisher.flush().stored == 1_200
+        assert publisher.flush(PATIENCE).stored == 1_200
     found = [body.decode().split() for shard in bodies(cluster, routing).values() for body in shard]
     for n in range(4):
         assert [int(v) for name, v in found if name == f"user-{n}"] == list(range(300))
@@ -192,10 +200,10 @@ def test_delivery_shows_what_was_published_and_nothing_of_warren(cluster: Cluste
     properties = pika.BasicProperties(
         headers=headers, message_id="m-1", content_type="text/plain", priority=3
     )
-    with ShardedPublisher(routing, routing.map.logical) as publisher:
+    with publisher_of(routing) as publisher:
         publisher.publish(key, b"body", properties)
         publisher.publish(key, b"plain")
-        assert publisher.flush().stored == 2
+        assert publisher.flush(PATIENCE).stored == 2
     assert properties.headers is headers
     assert headers == {"mine": 7, "CC": ["copy"], "BCC": [other], "deep": {"a": [1, 2]}}
     (method, seen, body), (_, plain, _) = drain(cluster.nodes[0], shard)
@@ -211,9 +219,9 @@ def test_delivery_shows_what_was_published_and_nothing_of_warren(cluster: Cluste
 def test_default_exchange_is_the_cheaper_way_and_leaves_properties_alone(cluster: Cluster) -> None:
     routing = declare(cluster)
     shard = routing.map.shards[1].name
-    with ShardedPublisher(routing, routing.map.logical, through="default") as publisher:
+    with publisher_of(routing, through="default") as publisher:
         publisher.publish(next(keys_of(routing, shard)), b"x", pika.BasicProperties(type="t"))
-        publisher.flush()
+        publisher.flush(PATIENCE)
     [(method, properties, _)] = drain(cluster.nodes[0], shard)
     assert (method.exchange, method.routing_key) == ("", shard)
     assert (properties.type, properties.headers) == ("t", None)
@@ -222,9 +230,9 @@ def test_default_exchange_is_the_cheaper_way_and_leaves_properties_alone(cluster
 @pytest.mark.parametrize("key", ["ключ", "ключ".encode(), b"\xff\x00\xfe", bytearray(b"ab"), ""])
 def test_key_travels_as_the_bytes_that_were_hashed(cluster: Cluster, key: Any) -> None:
     routing = declare(cluster)
-    with ShardedPublisher(routing, routing.map.logical) as publisher:
+    with publisher_of(routing) as publisher:
         publisher.publish(key, bytearray(b"x"))
-        assert publisher.flush().stored == 1
+        assert publisher.flush(PATIENCE).stored == 1
     [(method, _, _)] = drain(cluster.nodes[0], routing.map.shard_of(key).name)
     seen = method.routing_key
     wire = key.encode() if isinstance(key, str) else bytes(key)
@@ -240,10 +248,10 @@ def test_each_result_is_called_back_in_order_of_its_shard(cluster: Cluster) -> N
         if result.number == 3:
             raise RuntimeError("a callback that fails must not end the publisher")
 
-    with ShardedPublisher(routing, routing.map.logical, on_result=note) as publisher:
+    with publisher_of(routing, on_result=note) as publisher:
         for number in range(10):
             publisher.publish(f"user-{number}", b"x")
-        publisher.flush()
+        publisher.flush(PATIENCE)
     assert {(r.number, r.outcome, r.key) for r in results} == {
         (number, Outcome.STORED, f"user-{number}") for number in range(10)
     }
@@ -252,19 +260,20 @@ def test_each_result_is_called_back_in_order_of_its_shard(cluster: Cluster) -> N
 def test_large_bodies_pass_in_pieces_and_within_the_window_of_bytes(cluster: Cluster) -> None:
     routing = declare(cluster)
     large = secrets.token_bytes(700_000)
-    with ShardedPublisher(routing, routing.map.logical, window_bytes=1_000_000) as publisher:
-        for _ in range(5):
+    settled: list[Result] = []
+    with publisher_of(routing, window_bytes=1_000_000, on_result=settled.append) as publisher:
+        for number in range(5):
             publisher.publish("user-1", large)  # waits for the one before: two do not fit
-            assert publisher._used_bytes == 700_000
+            assert len(settled) >= number
         publisher.publish("user-1", b"")
-        assert publisher.flush().stored == 6
+        assert publisher.flush(PATIENCE).stored == 6
     found = [body for _, _, body in drain(cluster.nodes[0], routing.map.shard_of("user-1").name)]
     assert found == [large] * 5 + [b""]
 
 
 def test_nothing_is_left_behind_and_a_closed_publisher_says_so(cluster: Cluster) -> None:
     routing = declare(cluster)
-    with ShardedPublisher(routing, routing.map.logical) as publisher:
+    with publisher_of(routing) as publisher:
         publisher.publish("user-1", b"x")
     assert not publisher._thread.is_alive()
     assert publisher.close() == Report()
@@ -282,7 +291,7 @@ def test_what_can_not_be_published_is_refused_before_anything_is_queued(cluster:
     odd: Any = {"a": object()}
     with pytest.raises(InvalidInput, match="warren policy set"):
         ShardedPublisher(routing, "plain")
-    with ShardedPublisher(routing, routing.map.logical, max_message_bytes=10) as publisher:
+    with publisher_of(routing, max_message_bytes=10) as publisher:
         for key, body, properties, match in [
             ("k" * 256, b"", None, "255 bytes"),
             (shard, b"", None, "name of a shard"),
@@ -297,7 +306,7 @@ def test_what_can_not_be_published_is_refused_before_anything_is_queued(cluster:
         routing.away.add(shard)
         with pytest.raises(ShardUnavailable):
             publisher.publish(next(keys_of(routing, shard)), b"")
-        assert publisher.flush() == Report()
+        assert publisher.flush(PATIENCE) == Report()
 
 
 def test_wrong_credentials_refuse_quickly_and_show_no_secret(
@@ -307,10 +316,10 @@ def test_wrong_credentials_refuse_quickly_and_show_no_secret(
     routing = declare(cluster)
     node = cluster.nodes[0]
     routing.parameters[node.name] = [parameters_for(node, password="s3cr3t-word")]
-    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=60) as publisher:
+    with publisher_of(routing, confirm_timeout=4 * PATIENCE) as publisher:
         publisher.publish(next(keys_of(routing, shard_on(routing, cluster.nodes[0]))), b"x")
         publisher.publish(next(keys_of(routing, shard_on(routing, cluster.nodes[1]))), b"x")
-        report = publisher.flush(timeout=20)
+        report = publisher.flush(PATIENCE)
         assert failures(report) == {0: Outcome.REFUSED}
         assert report.stored == 1
         assert "ACCESS_REFUSED" in report.not_stored[0].reason
@@ -325,9 +334,9 @@ def test_missing_vhost_or_exchange_refuses_quickly(cluster: Cluster, vhost: str 
     routing.parameters[node.name] = [parameters_for(node, vhost=vhost)]
     with connect(cluster.nodes[0]) as connection:
         connection.channel().exchange_delete(routing.map.logical)
-    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=60) as publisher:
+    with publisher_of(routing, confirm_timeout=4 * PATIENCE) as publisher:
         publisher.publish(next(keys_of(routing, shard_on(routing, cluster.nodes[0]))), b"x")
-        report = publisher.flush(timeout=20)
+        report = publisher.flush(PATIENCE)
     assert failures(report) == {0: Outcome.REFUSED}
 
 
@@ -337,9 +346,9 @@ def test_addresses_are_tried_in_order_until_one_answers(cluster: Cluster) -> Non
     dead = pika.ConnectionParameters("127.0.0.1", 1)
     unresolved = pika.ConnectionParameters("no-such-host.invalid", 5672)
     routing.parameters[node.name] = [unresolved, dead, *routing.parameters[node.name]]
-    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=30) as publisher:
+    with publisher_of(routing) as publisher:
         publisher.publish(next(keys_of(routing, shard_on(routing, node))), b"x")
-        assert publisher.flush().stored == 1
+        assert publisher.flush(PATIENCE).stored == 1
 
 
 def test_block_that_ends_without_flush_tells_what_is_not_stored(cluster: Cluster) -> None:
@@ -347,7 +356,7 @@ def test_block_that_ends_without_flush_tells_what_is_not_stored(cluster: Cluster
     routing.parameters.clear()
     with (
         pytest.raises(NotAllStored, match="1 refused") as caught,
-        ShardedPublisher(routing, routing.map.logical, confirm_timeout=0.3) as publisher,
+        publisher_of(routing, confirm_timeout=0.3) as publisher,
     ):
         publisher.publish("user-1", b"x")
     assert "no address" in caught.value.report.not_stored[0].reason
@@ -364,7 +373,7 @@ def test_exactly_the_messages_of_a_missing_shard_are_unroutable(
     missing = routing.map.shards[0].name
     with connect(cluster.nodes[0]) as connection:
         connection.channel().queue_delete(missing)
-    with ShardedPublisher(routing, routing.map.logical, through=through) as publisher:
+    with publisher_of(routing, through=through) as publisher:
         lost = set()
         for number in range(5_000):
             key = f"user-{number}"
@@ -372,7 +381,7 @@ def test_exactly_the_messages_of_a_missing_shard_are_unroutable(
             publisher.publish(key, b"same", pika.BasicProperties(headers={"n": number % 3}))
             if routing.map.shard_of(key).name == missing:
                 lost.add(number)
-        report = publisher.flush()
+        report = publisher.flush(PATIENCE)
     assert failures(report) == dict.fromkeys(lost, Outcome.UNROUTABLE)
     assert report.stored == 5_000 - len(lost)
     assert set(routing.suspects) == {missing}
@@ -386,7 +395,7 @@ def test_stored_and_unroutable_are_told_apart_while_the_shard_vanishes_under_loa
     keys = list(islice(keys_of(routing, shard), 20))
     with (
         connect(cluster.nodes[0]) as connection,
-        ShardedPublisher(routing, routing.map.logical, window=500) as publisher,
+        publisher_of(routing, window=500) as publisher,
     ):
         channel = connection.channel()
         for number in range(10_000):
@@ -395,7 +404,7 @@ def test_stored_and_unroutable_are_told_apart_while_the_shard_vanishes_under_loa
                 channel.queue_unbind(shard, routing.map.logical, shard)
             if number == 6_000:
                 channel.queue_bind(shard, routing.map.logical, shard)
-        report = publisher.flush()
+        report = publisher.flush(PATIENCE)
     unroutable = failures(report)
     assert 0 < len(unroutable) < 10_000
     assert set(unroutable.values()) == {Outcome.UNROUTABLE}
@@ -569,9 +578,10 @@ def test_blocked_connection_sends_nothing_more_until_the_alarm_ends(harmed: Clus
     routing = declare(harmed)
     node = harmed.nodes[0]
     key = next(keys_of(routing, shard_on(routing, node)))
-    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=1.5) as publisher:
+    clock = Clock()
+    with TimedPublisher(clock, routing, routing.map.logical, confirm_timeout=1.5) as publisher:
         publisher.publish(key, b"before")
-        assert publisher.flush().stored == 1
+        assert publisher.flush(PATIENCE).stored == 1
         link = publisher._courier._links[node.name]
         node.driver.ctl("set_vm_memory_high_watermark", "0.0001")
         try:
@@ -579,17 +589,14 @@ def test_blocked_connection_sends_nothing_more_until_the_alarm_ends(harmed: Clus
             publisher.publish(key, b"into the alarm")
             wait_until(lambda: link.blocked)
             publisher.publish(key, b"not sent")
-            report = publisher.flush(timeout=5)
+            clock.pass_by(1.5)
+            report = publisher.flush(PATIENCE)
             assert failures(report)[2] is Outcome.REFUSED
             assert "alarm" in {each.number: each.reason for each in report.not_stored}[2]
         finally:
             node.driver.ctl("set_vm_memory_high_watermark", "0.4")
-
-        def stores_again() -> bool:
-            publisher.publish(key, b"after")
-            return publisher.flush().stored == 1
-
-        wait_until(stores_again)
+        publisher.publish(key, b"after")
+        assert publisher.flush(PATIENCE).stored == 1
     found = bodies(harmed, routing)[shard_on(routing, node)]
     assert b"not sent" not in found
     assert found[0] == b"before"
@@ -614,11 +621,11 @@ def test_map_that_changes_moves_what_waits_in_order_and_leaves_the_rest(harmed: 
             whole, epoch=2, shards=tuple(shard for shard in whole.shards if shard.name != gone)
         )
         # Nobody publishes: the publisher's harmed tick sees the new map.
-        assert publisher.flush(timeout=20) == Report(stored=50)
+        assert publisher.flush(PATIENCE) == Report(stored=50)
         for number in range(50):
             publish(keys[number % 5])
         publish(stays)
-        assert publisher.flush(timeout=20) == Report(stored=51)
+        assert publisher.flush(PATIENCE) == Report(stored=51)
     found = bodies(harmed, routing)
     for key, numbers in publish.by_key.items():
         mine = set(numbers)

@@ -1,0 +1,85 @@
+"""Finding the end of the map log where the broker is slow and the user may not write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import pika
+import pytest
+
+from sharding import log_follower
+from sharding.amqp import ACCESS_REFUSED, Message, Refused, Session
+from sharding.log_follower import NOTHING, LogFollower
+from tests.cluster.waiting import PATIENCE
+
+RECORD = Message(
+    NOTHING, pika.BasicProperties(message_id="m", headers={"x-stream-offset": 0}), 1, "", False
+)
+
+
+class Broker:
+    """Has one record, which it sends when somebody has tried to write; that it refuses."""
+
+    def __init__(self, *, empty: bool = False) -> None:
+        self._empty = empty
+        self._readers: list[Callable[[Message], None]] = []
+        self.tried = 0
+
+    async def channel(self) -> Broker:
+        return self
+
+    async def declare(self, *_: Any, **__: Any) -> None: ...
+    async def confirm_publishes(self) -> None: ...
+    async def qos(self, prefetch: int) -> None: ...
+    def ack(self, delivery_tag: int) -> None: ...
+    def close(self) -> None: ...
+
+    async def consume(self, _: str, on_message: Callable[[Message], None], **__: Any) -> None:
+        self._readers.append(on_message)
+
+    async def publish(self, *_: Any) -> bool:
+        self.tried += 1
+        if not self._empty:
+            asyncio.get_running_loop().call_soon(self._send)
+        raise Refused(ACCESS_REFUSED, "ACCESS_REFUSED - write access refused")
+
+    def _send(self) -> None:
+        for reader in self._readers:
+            reader(RECORD)
+
+
+@pytest.fixture(autouse=True)
+def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_follower, "EMPTY_AFTER", 0.001)
+
+
+def test_a_slow_log_is_read_by_who_may_not_write() -> None:
+    async def main() -> None:
+        broker, log = Broker(), LogFollower(lambda *_: None)
+        session = cast(Session, broker)
+        async with asyncio.timeout(PATIENCE):
+            await log.attach(session)
+            await log.catch_up(session)
+        assert broker.tried == 1
+        assert log.refused is None
+
+    asyncio.run(main())
+
+
+def test_of_an_empty_log_it_is_known_that_the_user_may_not_write() -> None:
+    async def main() -> None:
+        broker, log = Broker(empty=True), LogFollower(lambda *_: None)
+        session = cast(Session, broker)
+        await log.attach(session)
+        waiting = asyncio.create_task(log.catch_up(session))
+        async with asyncio.timeout(PATIENCE):
+            while log.refused is None:
+                await asyncio.sleep(0)
+        assert log.refused.code == ACCESS_REFUSED
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(main())
