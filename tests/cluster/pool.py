@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from tests.cluster import boots, folders, foreign, processes, secured
 from tests.cluster.cluster import Cluster
 from tests.cluster.health import prove_health
 from tests.cluster.nodes import NotOurs
+from tests.support.priority import first_in_line
 
 VARIABLE = "WARREN_POOL"
 """Names the pool of a run to its processes."""
@@ -119,7 +120,7 @@ class Pool:
         """A virtual host on the cluster whose nodes may be harmed, for one test at a time."""
         with (
             folders.locked(f"harm-{version}", self.folder),
-            _first_in_line(),
+            first_in_line(),
             self._used(self._cluster("harmed", version)) as cluster,
         ):
             try:
@@ -202,22 +203,6 @@ class Pool:
         with self._discarded.open("a") as file:
             file.write(json.dumps(asdict(note)) + "\n")
         _stop(cluster.name)
-
-
-@contextmanager
-def _first_in_line() -> Iterator[None]:
-    """Let the thread, and what it starts meanwhile, have a core before others get it.
-
-    One cluster is harmed by one test after the other: no run is shorter than that chain, which
-    works little and so holds up nobody. It takes root; without, a run is some minutes longer.
-    """
-    usual = os.getpriority(os.PRIO_PROCESS, 0)
-    with suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, usual - 5)
-    try:
-        yield
-    finally:
-        os.setpriority(os.PRIO_PROCESS, 0, usual)
 
 
 def _made_whole(name: str) -> Cluster:

@@ -19,6 +19,7 @@ from sharding.stream.environment import StreamEnvironment
 from spark import connections, queue_shards
 from tests.cluster import Cluster
 from tests.spark.stored import environment_of
+from tests.support.priority import first_in_line
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,13 @@ def spark_folder(tmp_path_factory: pytest.TempPathFactory) -> SparkFolder:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package", autouse=True)
+def before_others() -> Iterator[None]:
+    with first_in_line():
+        yield
+
+
+@pytest.fixture(scope="package")
 def session(spark_folder: SparkFolder) -> Iterator[SparkSession]:
     os.environ["PYSPARK_PYTHON"] = sys.executable  # or workers may run another interpreter
     builder = SparkSession.builder.master("local[2]").appName("warren-tests")
