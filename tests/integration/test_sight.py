@@ -176,7 +176,8 @@ def test_watching_redraws_in_place_and_ends_at_an_interrupt(
 ) -> None:
     ours, theirs = pty.openpty()
     watching = subprocess.Popen(
-        command(invoices, "--watch", "--interval", "0.3"),
+        # What a shell starts in the background ignores interrupts, and this run may be that.
+        ["env", "--default-signal=INT", *command(invoices, "--watch", "--interval", "0.3")],
         cwd=PROJECT,
         env=settings(cluster.nodes[0]) | {"TERM": "xterm", "COLUMNS": "200"},
         stdin=theirs,
