@@ -34,7 +34,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
 from benchmarks.rounds import Ratio, alternate, print_ratio
-from sharding.hashing import murmur3
+from sharding.maps.slots import murmur3
 from sharding.stream import Columns, StreamArguments, StreamEnvironment
 from tests.cluster import Cluster
 

@@ -28,10 +28,10 @@ from interceptors.aio_objects import (
 from interceptors.aio_whereabouts import AioWhereabouts
 from interceptors.outcomes import PUBLISHING_COUNTED
 from interceptors.plan import Placement
-from sharding.counting import Subject
+from sharding.cluster.topology import Topology
 from sharding.errors import OutcomeUnknown, ShardUnavailable
-from sharding.shard_map import Route, ShardMap
-from sharding.topology import Topology
+from sharding.maps.shard_map import Route, ShardMap
+from sharding.metrics.sources import Subject
 
 logger = logging.getLogger("warren.channel")
 

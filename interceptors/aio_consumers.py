@@ -29,9 +29,9 @@ from aio_pika.abc import AbstractRobustChannel
 from aio_pika.exceptions import AMQPError
 from aio_pika.tools import CallbackCollection
 
-from sharding.consumers import better_shard
+from sharding.cluster.topology import Topology
 from sharding.errors import WarrenError
-from sharding.topology import Topology
+from sharding.maps.consumer_spread import better_shard
 
 logger = logging.getLogger("warren.channel")
 
@@ -155,7 +155,7 @@ class Consumers:
             await asyncio.sleep(self._random.uniform(0.1, 0.5))
             try:
                 counts = await asyncio.to_thread(self._topology.consumer_counts, shards)
-                target = better_shard(consumer.shard, counts, self._random)
+                target = better_shard(consumer.shard, counts, self._random.random)
                 if target is not None:
                     await self._move(consumer, target)
             except _FAILURES as error:

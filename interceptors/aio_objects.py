@@ -19,7 +19,7 @@ from aio_pika.tools import STUB_AWAITABLE, CallbackCollection
 
 from interceptors import plan
 from sharding.errors import OutcomeUnknown, ShardUnavailable
-from sharding.shard_map import ShardMap
+from sharding.maps.shard_map import ShardMap
 
 if TYPE_CHECKING:
     from interceptors.aio import AioShardedChannel

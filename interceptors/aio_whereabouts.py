@@ -9,10 +9,9 @@ from typing import Any
 import aiormq
 import aiormq.abc
 
-from interceptors.whereabouts import node_at, node_with_token
-from sharding.amqp import REPLY_TO
+from sharding.amqp.connected_node import REPLY_TO, node_at, node_with_token
+from sharding.cluster.topology import Topology
 from sharding.errors import Unreachable
-from sharding.topology import Topology
 
 
 class AioWhereabouts:

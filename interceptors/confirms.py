@@ -35,8 +35,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from interceptors.outcomes import Outcome, Result, Tally
-from sharding.hashing import Key
-from sharding.shard_map import ShardMap
+from sharding.maps.shard_map import ShardMap
+from sharding.maps.slots import Key
 
 P = TypeVar("P")
 

@@ -12,8 +12,8 @@ from pika.spec import Basic
 from interceptors.addressing import Encoded
 from interceptors.confirms import Ledger, Message
 from interceptors.node_link import NodeLink
-from sharding.hashing import Key
-from sharding.shard_map import ShardMap
+from sharding.maps.shard_map import ShardMap
+from sharding.maps.slots import Key
 
 if TYPE_CHECKING:
     from interceptors.publisher import ShardedPublisher

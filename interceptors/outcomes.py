@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sharding.hashing import Key
+from sharding.maps.slots import Key
 
 PUBLISHING_COUNTED = ("published", "confirmed", "nacked", "returned", "unknown")
 """What every channel counts."""

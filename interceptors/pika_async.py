@@ -20,9 +20,9 @@ from interceptors.pika_async_base import OnMessage
 from interceptors.pika_async_publish import OnFrame, PublishingChannel
 from interceptors.pika_loop import ANSWER_TIMEOUT, Done, Settling, answered, later, on_loop
 from interceptors.plan import Placement
+from sharding.cluster.topology import Topology
 from sharding.errors import ShardUnavailable
-from sharding.shard_map import Route, ShardMap
-from sharding.topology import Topology
+from sharding.maps.shard_map import Route, ShardMap
 
 _LOOK_AGAIN = 1.0
 

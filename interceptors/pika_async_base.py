@@ -20,10 +20,10 @@ from pika.exceptions import ChannelClosedByBroker, ChannelWrongStateError
 
 from interceptors import plan
 from interceptors.pika_loop import CallOrder, Done, InTurn, Step, ask_reply_to, off_loop
-from interceptors.whereabouts import node_at, node_with_token, peer_of
+from sharding.amqp.connected_node import node_at, node_with_token, peer_of
+from sharding.cluster.topology import Topology
 from sharding.errors import Unreachable
-from sharding.shard_map import ShardMap
-from sharding.topology import Topology
+from sharding.maps.shard_map import ShardMap
 
 logger = logging.getLogger("warren.channel")
 

@@ -26,10 +26,10 @@ from interceptors.addressing import addressed
 from interceptors.outcomes import PUBLISHING_COUNTED
 from interceptors.pika_async_base import DeferringChannel
 from interceptors.pika_loop import Done, off_loop
-from sharding.counting import Subject
+from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, WarrenError
-from sharding.shard_map import Shard, ShardMap
-from sharding.topology import Topology
+from sharding.maps.shard_map import Shard, ShardMap
+from sharding.metrics.sources import Subject
 
 logger = logging.getLogger("warren.channel")
 

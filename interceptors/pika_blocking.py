@@ -22,12 +22,11 @@ from interceptors.pika_confirms import BlockingConfirms
 from interceptors.pika_consume_all import ConsumeAll
 from interceptors.pika_settling import Settling
 from interceptors.plan import Placement
-from interceptors.whereabouts import node_at, node_with_token, peer_of
-from sharding.amqp import REPLY_TO
-from sharding.counting import Subject
+from sharding.amqp.connected_node import REPLY_TO, node_at, node_with_token, peer_of
+from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, OutcomeUnknown, ShardUnavailable, Unreachable
-from sharding.shard_map import Route, ShardMap
-from sharding.topology import Topology
+from sharding.maps.shard_map import Route, ShardMap
+from sharding.metrics.sources import Subject
 
 logger = logging.getLogger("warren.channel")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sharding.errors import WarrenError
-from sharding.map_log import State
+from sharding.maps.map_log import State
 
 if TYPE_CHECKING:
     from interceptors.pika_blocking import ShardedChannel

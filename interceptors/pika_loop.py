@@ -18,10 +18,10 @@ from typing import Any
 import pika
 from pika.spec import Basic
 
-from sharding.amqp import REPLY_TO
-from sharding.consumers import better_shard
+from sharding.amqp.connected_node import REPLY_TO
+from sharding.cluster.topology import Topology
 from sharding.errors import Unreachable
-from sharding.topology import Topology
+from sharding.maps.consumer_spread import better_shard
 
 logger = logging.getLogger("warren.channel")
 
@@ -231,7 +231,7 @@ class Settling:
     def _decide(self, counts: dict[str, int | None]) -> None:
         if not self._alive():
             return
-        target = better_shard(str(self._consume.queue), counts, self._random)
+        target = better_shard(str(self._consume.queue), counts, self._random.random)
         if target is not None:
             self._order.run(lambda done: self._move(target, done))
             return

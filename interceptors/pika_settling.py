@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sharding.consumers import better_shard, is_even
+from sharding.maps.consumer_spread import better_shard, is_even
 
 if TYPE_CHECKING:
     from interceptors.pika_blocking import ShardedChannel
@@ -57,7 +57,7 @@ class Settling:
         channel = self._owner._channel
         if not channel.is_open or self._tag not in channel.consumer_tags:
             return
-        target = better_shard(self._shard, counts, self._owner._random)
+        target = better_shard(self._shard, counts, self._owner._random.random)
         if target is not None:
             logger.info("moving a consumer from %r to %r, which has fewer", self._shard, target)
             undelivered = channel.basic_cancel(self._tag)

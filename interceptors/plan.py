@@ -22,7 +22,7 @@ from typing import Any
 
 from sharding import Policy, ShardMap, ShardName, ShardUnavailable
 from sharding.errors import InvalidInput
-from sharding.shard_map import Shard
+from sharding.maps.shard_map import Shard
 
 EXCHANGE_TYPE = "x-modulus-hash"
 SHARDS_ARGUMENT = "x-shards-per-node"

@@ -35,12 +35,12 @@ from interceptors.addressing import Encoded
 from interceptors.confirms import Ledger, Message
 from interceptors.courier import Courier, CourierMessage, wire
 from interceptors.outcomes import Report, Result, Tally
-from sharding.counting import Subject
+from sharding.cluster.topology import Routing
 from sharding.errors import InvalidInput, LocalError, OutcomeUnknown, ShardUnavailable, TryLater
-from sharding.hashing import Key
-from sharding.naming import MAX_NAME_BYTES
-from sharding.routing import Routing
-from sharding.shard_map import ShardKind, ShardMap
+from sharding.maps.naming import MAX_NAME_BYTES
+from sharding.maps.shard_map import ShardKind, ShardMap
+from sharding.maps.slots import Key
+from sharding.metrics.sources import Subject
 
 log = logging.getLogger("warren.publisher")
 

@@ -1,5 +1,6 @@
 """From a key to the node that holds its shard: Warren's routing core."""
 
+from sharding.cluster.topology import Topology, TopologyOptions
 from sharding.errors import (
     InvalidInput,
     LocalError,
@@ -13,20 +14,11 @@ from sharding.errors import (
     WarrenError,
     is_retryable,
 )
-from sharding.hashing import Key, murmur3
-from sharding.map_difference import difference
-from sharding.naming import ShardName
-from sharding.policy import OnUnavailable, Policy, policy_for
-from sharding.shard_map import (
-    Address,
-    Node,
-    Route,
-    Shard,
-    ShardKind,
-    ShardMap,
-)
-from sharding.slots import QUEUE_SLOTS, SlotTable
-from sharding.topology import Topology, TopologyOptions
+from sharding.maps.differences import difference
+from sharding.maps.naming import ShardName
+from sharding.maps.policy import OnUnavailable, Policy, policy_for
+from sharding.maps.shard_map import Address, Node, Route, Shard, ShardKind, ShardMap
+from sharding.maps.slots import QUEUE_SLOTS, Key, SlotTable, murmur3
 
 __version__ = "0.1.0"
 

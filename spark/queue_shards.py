@@ -17,9 +17,9 @@ from typing import Any
 import pika
 
 from interceptors import Report, ShardedPublisher
+from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, OutcomeUnknown
-from sharding.shard_map import ShardKind, ShardMap
-from sharding.topology import Topology
+from sharding.maps.shard_map import ShardKind, ShardMap
 from spark.credentials import Credentials
 from spark.kept import Kept
 from spark.messages import Fields, Messages, in_utc

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
+from sharding.cluster.management import Management
 from sharding.errors import RemoteError
-from sharding.management import Management
 from sharding.stream.errors import StreamNotFound
 from spark.credentials import uri_without_login
 from spark.option_values import BadOption, OptionValues

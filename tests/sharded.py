@@ -11,7 +11,7 @@ import pika
 from pika.adapters.blocking_connection import BlockingChannel, BlockingConnection
 
 from sharding import ShardName
-from sharding.topology import Topology, TopologyOptions
+from sharding.cluster.topology import Topology, TopologyOptions
 from tests.cluster import Cluster, Node
 from tests.support import patient
 

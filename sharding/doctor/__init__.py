@@ -1,7 +1,7 @@
 """`warren doctor`: can this machine use this cluster, and if not, what mends it."""
 
-from sharding.doctor.examination import examine
+from sharding.doctor.checks import examine
 from sharding.doctor.findings import Finding, Verdict
-from sharding.doctor.places import Place, places_from
+from sharding.doctor.reach import Place, places_from
 
 __all__ = ["Finding", "Place", "Verdict", "examine", "places_from"]

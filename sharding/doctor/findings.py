@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -59,3 +60,78 @@ def summary(findings: Iterable[Finding]) -> str:
         f"{problems} problem{'s' * (problems != 1)}, {warnings} warning{'s' * (warnings != 1)}, "
         f"{counts[Verdict.OK]} ok"
     )
+
+
+OLDEST = (3, 10)
+_CHECK = "version"
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """What needs a version, and what happens below it."""
+
+    since: tuple[int, int]
+    what: str
+    without: str
+
+
+FEATURES = (
+    Feature(
+        (3, 11),
+        "single active consumers of streams",
+        "single_active=True and named groups on streams are refused",
+    ),
+    Feature((3, 11), "stream statistics", "StreamEnvironment.stats is refused"),
+    Feature((3, 13), "filters of streams", "filtering=True is refused"),
+    Feature(
+        (3, 13),
+        "super streams made over the stream port",
+        "they are made over AMQP, so StreamEnvironment needs amqp_url",
+    ),
+)
+
+
+def parsed(version: str) -> tuple[int, ...]:
+    """
+    >>> parsed("4.0.5"), parsed("3.13.0-rc.2"), parsed("unknown")
+    ((4, 0, 5), (3, 13, 0), ())
+    """
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
+    """Of versions by who said it, an address or a node."""
+    wanted = f"RabbitMQ {_text(OLDEST)} or later"
+    findings: list[Finding] = []
+    for version in sorted(set(versions.values()), key=parsed):
+        subject = ", ".join(sorted(who for who, said in versions.items() if said == version))
+        number = parsed(version)
+        if not number:
+            fix = "Ask for the version on a node: 'rabbitmqctl version'."
+            findings.append(warning(_CHECK, subject, wanted, f"{version or 'no version'}", fix))
+        elif number < OLDEST:
+            fix = f"Upgrade the brokers to {_text(OLDEST)} or later; nothing else is supported."
+            findings.append(problem(_CHECK, subject, wanted, version, fix))
+        elif missing := [each for each in FEATURES if number < each.since]:
+            findings.append(_lacking(subject, version, missing))
+        else:
+            findings.append(ok(_CHECK, subject, wanted, version))
+    if len({parsed(version)[:2] for version in versions.values() if parsed(version)}) > 1:
+        found = ", ".join(sorted(set(versions.values()), key=parsed))
+        fix = "Finish the upgrade; until then count on what the oldest can do."
+        findings.append(warning(_CHECK, "the cluster", "one version", found, fix))
+    return findings
+
+
+def _lacking(subject: str, version: str, missing: Iterable[Feature]) -> Finding:
+    told = "; ".join(
+        f"no {each.what} before {_text(each.since)}: {each.without}" for each in missing
+    )
+    newest = max(each.since for each in missing)
+    fix = f"Upgrade the brokers to {_text(newest)} or later, or do without."
+    return warning(_CHECK, subject, "every feature", f"{version}: {told}", fix)
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -6,13 +6,31 @@ told apart by asking for something that does not exist: "not found" means that i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from sharding.doctor.cluster_view import ClusterSeen
+import pika.exceptions
+from pika.adapters.blocking_connection import BlockingChannel, BlockingConnection
+
 from sharding.doctor.findings import SILENCE, Finding, ok, problem
-from sharding.doctor.places import Place, Protocol
+from sharding.doctor.nodes import ClusterSeen
+from sharding.doctor.reach import Place, Protocol, amqp_connection, open_stream
+from sharding.errors import WarrenError
+from sharding.stream.errors import AccessRefused, StreamRefused
+from sharding.stream.frames.admin_requests import Create, Delete
+from sharding.stream.frames.requests import (
+    DeclarePublisher,
+    DeletePublisher,
+    Metadata,
+    Request,
+    Subscribe,
+    Unsubscribe,
+)
+from sharding.stream.network.client import StreamClient
+from sharding.stream.protocol import NEXT, Broker
 
 
 class Right(StrEnum):
@@ -43,7 +61,7 @@ class Rights:
     """Why it could not be tried."""
 
 
-def judge(rights: Rights) -> list[Finding]:
+def judge_rights(rights: Rights) -> list[Finding]:
     place = rights.place
     subject = f"user {place.user!r} at {place}"
     if rights.failure:
@@ -88,3 +106,126 @@ def judge_monitoring(place: Place, cluster: ClusterSeen) -> list[Finding]:
         fix = tag if cluster.in_time else SILENCE
         return [problem("permissions", subject, wanted, cluster.problem, fix)]
     return [ok("permissions", subject, wanted, f"{len(cluster.nodes)} nodes are shown")]
+
+
+_NOT_FOUND = 404
+_LISTING_PAUSE = 0.1
+_UNSURE_PATIENCE = 2.0
+_MANY = 100
+
+
+def try_amqp(place: Place, scratch: str, timeout: float) -> Rights:
+    """Declare, bind, publish and consume."""
+    try:
+        with amqp_connection(place, timeout) as connection:
+            refused = _refusals(connection, scratch)
+            no_stream = None
+            if Right.CONFIGURE not in refused:
+                no_stream = _refusal(connection, lambda channel: _stream_queue(channel, scratch))
+            return Rights(place, scratch, refused, no_stream or "")
+    except pika.exceptions.AMQPError as error:
+        why = f"{type(error).__name__} while {scratch!r} was tried; a part of it may be left"
+        return Rights(place, scratch, failure=why)
+
+
+def _refusals(connection: BlockingConnection, scratch: str) -> dict[Right, str]:
+    def declare(channel: BlockingChannel) -> None:
+        # Both are gone with the connection, also if this process ends before it removes them.
+        channel.queue_declare(scratch, exclusive=True, auto_delete=True)
+        channel.exchange_declare(scratch, "direct", auto_delete=True)
+
+    def publish(channel: BlockingChannel) -> None:
+        channel.confirm_delivery()
+        channel.basic_publish(scratch, "", b"")
+
+    def bind_and_consume(channel: BlockingChannel) -> None:
+        # A binding writes to the queue and reads from the exchange.
+        if not tried[Right.WRITE]:
+            channel.queue_bind(scratch, scratch, "")
+        channel.basic_get(scratch, auto_ack=True)
+
+    def remove(channel: BlockingChannel) -> None:
+        channel.queue_delete(scratch)
+        channel.exchange_delete(scratch)
+
+    tried: dict[Right, str | None] = {}
+    tried[Right.CONFIGURE] = _refusal(connection, declare)
+    tried[Right.WRITE] = _refusal(connection, publish)
+    tried[Right.READ] = _refusal(connection, bind_and_consume)
+    _refusal(connection, remove)
+    return {right: why for right, why in tried.items() if why}
+
+
+def _refusal(
+    connection: BlockingConnection, action: Callable[[BlockingChannel], None]
+) -> str | None:
+    """The broker's words, on a channel of its own, which a refusal closes; None if allowed."""
+    channel = connection.channel()
+    try:
+        action(channel)
+    except pika.exceptions.ChannelClosedByBroker as error:
+        return None if error.reply_code == _NOT_FOUND else error.reply_text
+    except (pika.exceptions.NackError, pika.exceptions.UnroutableError):
+        return None
+    channel.close()
+    return None
+
+
+def _stream_queue(channel: BlockingChannel, scratch: str) -> None:
+    name = f"{scratch}.stream"
+    channel.queue_declare(name, durable=True, arguments={"x-queue-type": "stream"})
+    channel.queue_delete(name)
+
+
+def try_streams(
+    place: Place, scratch: str, nodes: int, timeout: float
+) -> tuple[Rights, tuple[Broker, ...]]:
+    """Create, publish and subscribe; and how the nodes that hold the stream advertise themselves.
+
+    `nodes` is how many should, 0 if that is not known: a new stream's replicas are listed one by
+    one, so they are waited for.
+    """
+    try:
+        client = open_stream(place, timeout)
+    except WarrenError as error:
+        return Rights(place, scratch, failure=str(error)), ()
+    try:
+        tried = {
+            Right.CONFIGURE: _stream_refusal(client, Create(scratch)),
+            Right.WRITE: _stream_refusal(client, DeclarePublisher(1, None, scratch)),
+            Right.READ: _stream_refusal(client, Subscribe(1, scratch, NEXT, credit=1)),
+        }
+        patience = timeout if nodes else min(timeout, _UNSURE_PATIENCE)
+        most = nodes or _MANY
+        advertised = () if tried[Right.CONFIGURE] else _members(client, scratch, most, patience)
+        refused = {right: why for right, why in tried.items() if why}
+        return Rights(place, scratch, refused), advertised
+    except WarrenError as error:
+        return Rights(place, scratch, failure=str(error)), ()
+    finally:
+        with suppress(WarrenError):
+            for request in (Unsubscribe(1), DeletePublisher(1), Delete(scratch)):
+                with suppress(StreamRefused):
+                    client.call(request)
+        client.close(timeout)
+
+
+def _stream_refusal(client: StreamClient, request: Request) -> str | None:  # type: ignore[type-arg]
+    try:
+        client.call(request)
+    except AccessRefused as error:
+        return str(error)
+    except StreamRefused:  # not found, or no member on this node: it would have been allowed
+        return None
+    return None
+
+
+def _members(client: StreamClient, stream: str, nodes: int, timeout: float) -> tuple[Broker, ...]:
+    deadline = time.monotonic() + timeout
+    while True:
+        (found,) = client.call(Metadata((stream,))).streams
+        members = [found.leader, *found.replicas]
+        known = tuple(dict.fromkeys(each for each in members if each is not None))
+        if len(known) >= nodes or time.monotonic() > deadline:
+            return known
+        time.sleep(_LISTING_PAUSE)

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from sharding.counting import Subject
+from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput
 from sharding.groups.aio_transport import open_with_aio_pika
 from sharding.groups.aio_workshop import AioHandler, AioWorkshop
@@ -16,7 +16,7 @@ from sharding.groups.membership import exchange_of
 from sharding.groups.options import GroupOptions
 from sharding.groups.queue_group import LEAVE_TIMEOUT, Maps, new_steward, new_worker_id
 from sharding.groups.steward import Steward
-from sharding.topology import Topology
+from sharding.metrics.sources import Subject
 
 logger = logging.getLogger("warren.groups")
 

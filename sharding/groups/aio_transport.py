@@ -21,7 +21,7 @@ import aiormq.abc
 import pika
 from pamqp import commands
 
-from sharding.amqp import Declared, Message, Refused
+from sharding.amqp.session import Declared, Message, Refused
 from sharding.errors import RemoteError, Unreachable
 from sharding.groups.transport import GroupChannel, GroupSession
 

@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sharding._json import JsonObject, check_format, parse
 from sharding.errors import InvalidInput, WarrenError
+from sharding.maps.json_fields import JsonObject, check_format, parse
 
 FORMAT = 1
 MAX_BYTES = 1024 * 1024

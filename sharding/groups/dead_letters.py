@@ -20,7 +20,7 @@ from typing import Any
 
 import pika
 
-from sharding.amqp import Refused
+from sharding.amqp.session import Refused
 from sharding.errors import RemoteError
 from sharding.groups.connections import SideConnection
 from sharding.groups.delivery import Dead, Delivery

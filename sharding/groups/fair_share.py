@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
-from sharding.hashing import murmur3
+from sharding.maps.slots import murmur3
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import pika
 
-from sharding.amqp import ACCESS_REFUSED, Refused
+from sharding.amqp.session import ACCESS_REFUSED, Refused
 from sharding.errors import WarrenError
 from sharding.groups.announcements import Announcement, Kind, Roster
 from sharding.groups.connections import SideConnection
 from sharding.groups.options import GroupOptions
 from sharding.groups.transport import GroupChannel
-from sharding.naming import check_name
+from sharding.maps.naming import check_name
 
 logger = logging.getLogger("warren.groups")
 

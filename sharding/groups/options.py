@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sharding.errors import InvalidInput
-from sharding.naming import check_name
+from sharding.maps.naming import check_name
 
 OWN_DEAD_LETTERS = "{name}.dead"
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from sharding.counting import Subject
+from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, WarrenError
 from sharding.groups.connections import Dialer
 from sharding.groups.membership import exchange_of
@@ -22,8 +22,8 @@ from sharding.groups.shard_reader import Bench
 from sharding.groups.steward import Steward
 from sharding.groups.transport import Opener, open_with_pika
 from sharding.groups.workshop import Handler, Workshop
-from sharding.shard_map import ShardKind, ShardMap
-from sharding.topology import Topology
+from sharding.maps.shard_map import ShardKind, ShardMap
+from sharding.metrics.sources import Subject
 
 logger = logging.getLogger("warren.groups")
 

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from sharding.amqp import ACCESS_REFUSED, Message, Refused
+from sharding.amqp.session import ACCESS_REFUSED, Message, Refused
 from sharding.errors import RemoteError, WarrenError
 from sharding.groups.acknowledging import Acknowledgements
 from sharding.groups.dead_letters import DeadLetters

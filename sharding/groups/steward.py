@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from sharding.amqp import ACCESS_REFUSED, Refused
+from sharding.amqp.session import ACCESS_REFUSED, Refused
 from sharding.errors import WarrenError
 from sharding.groups.announcements import Kind
 from sharding.groups.attempts import Attempts
@@ -25,7 +25,7 @@ from sharding.groups.fair_share import decide, still_to_leave
 from sharding.groups.membership import Membership
 from sharding.groups.options import GroupOptions
 from sharding.groups.shard_reader import Bench, NotLockable, ShardReader, is_in_use
-from sharding.shard_map import ShardMap
+from sharding.maps.shard_map import ShardMap
 
 logger = logging.getLogger("warren.groups")
 

@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from sharding.counting import Subject
 from sharding.errors import InvalidInput
 from sharding.groups.options import GroupOptions
 from sharding.groups.queue_group import new_worker_id
@@ -25,6 +24,7 @@ from sharding.groups.stream_options import for_streams
 from sharding.groups.stream_partition import Shared, passes
 from sharding.groups.stream_steward import StreamSteward
 from sharding.groups.workshop import Handler, Workshop
+from sharding.metrics.sources import Subject
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.errors import NotSupported, StreamNotFound
 from sharding.stream.network.access import Access

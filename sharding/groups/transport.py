@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import pika
 import pika.channel
 
-from sharding.amqp import Declared, Message, Session
+from sharding.amqp.session import Declared, Message, Session
 
 
 class GroupChannel(Protocol):

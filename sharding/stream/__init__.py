@@ -1,7 +1,5 @@
 """RabbitMQ streams: producers at leaders, consumers at replicas, behind any load balancer."""
 
-from sharding.route_options import RouteOptions
-from sharding.routes import StreamRoute
 from sharding.stream.consuming.consumer import Consumer
 from sharding.stream.consuming.consumer_options import ConsumerOptions
 from sharding.stream.consuming.probe import Ends
@@ -34,6 +32,8 @@ from sharding.stream.producing.producer_options import ProducerOptions
 from sharding.stream.producing.report import Failure, NotStored, PerhapsNotStored, Report
 from sharding.stream.producing.targets import Unroutable
 from sharding.stream.protocol import Broker, Limits
+from sharding.stream.routes.rules import RouteOptions
+from sharding.stream.routes.values import StreamRoute
 from sharding.stream.stream_arguments import StreamArguments
 
 __all__ = [

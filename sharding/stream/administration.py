@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from sharding.errors import InvalidInput
-from sharding.route_cache import RouteCache
 from sharding.stream.errors import StreamExists, StreamNotFound
 from sharding.stream.frames.admin_requests import (
     Create,
@@ -18,6 +17,7 @@ from sharding.stream.frames.admin_requests import (
 from sharding.stream.frames.answers import Answer
 from sharding.stream.frames.requests import Request
 from sharding.stream.protocol import Key
+from sharding.stream.routes.cache import RouteCache
 from sharding.stream.stream_arguments import StreamArguments
 from sharding.stream.super_streams import SuperStreamsOverAmqp
 

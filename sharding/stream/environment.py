@@ -24,10 +24,8 @@ from datetime import datetime
 from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
-from sharding.counting import Subject
 from sharding.errors import InvalidInput
-from sharding.route_cache import RouteCache
-from sharding.routes import StreamRoute
+from sharding.metrics.sources import Subject
 from sharding.stream.administration import Administration
 from sharding.stream.consuming.consumer import Consumer
 from sharding.stream.consuming.consumer_options import ConsumerOptions
@@ -50,6 +48,8 @@ from sharding.stream.producing.partitioning import PartitionFunction, by_hash
 from sharding.stream.producing.producer import Producer
 from sharding.stream.producing.producer_options import ProducerOptions
 from sharding.stream.protocol import Broker
+from sharding.stream.routes.cache import RouteCache
+from sharding.stream.routes.values import StreamRoute
 from sharding.stream.stream_arguments import StreamArguments
 from sharding.stream.super_streams import SuperStreamsOverAmqp
 from sharding.stream.uris import StreamUri, parse_all

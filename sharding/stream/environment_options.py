@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sharding.errors import InvalidInput
-from sharding.route_options import RouteOptions
 from sharding.stream.protocol import Broker, Limits
+from sharding.stream.routes.rules import RouteOptions
 
 Mechanism = Literal["PLAIN", "EXTERNAL", "ANONYMOUS"]
 AddressResolver = Callable[[Broker], Broker]

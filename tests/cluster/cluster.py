@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sharding.management import Management, NoAnswer
+from sharding.cluster.management import Management, NoAnswer
 from tests.cluster import boots, docker, folders, foreign, native, processes, sources
 from tests.cluster.haproxy import Balancer
 from tests.cluster.nodes import LISTENERS, Driver, Endpoint, NotOurs, serves

@@ -6,7 +6,7 @@ import time
 
 from rich.table import Table
 
-from sharding.management import NoAnswer
+from sharding.cluster.management import NoAnswer
 from tests.cluster.cluster import Cluster, Node
 
 _FIRST_FIGURES = 15.0

@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from sharding.amqp import Message, Session, connection_parameters
+from sharding.amqp.addresses import connection_parameters
+from sharding.amqp.session import Message, Session
+from sharding.cluster.management import NoAnswer
 from sharding.errors import WarrenError
-from sharding.management import NoAnswer
 from tests.cluster.cluster import Cluster, Node
 
 PAYLOAD = "alive"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 if TYPE_CHECKING:
-    from sharding.management import Management
+    from sharding.cluster.management import Management
 
 LISTENERS = ("amqp", "management", "stream")
 

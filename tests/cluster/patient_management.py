@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sharding.management import Management
+from sharding.cluster.management import Management
 from tests.cluster.waiting import PATIENCE
 
 

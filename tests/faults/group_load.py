@@ -15,7 +15,7 @@ from pathlib import Path
 
 from interceptors import Outcome, Result, ShardedPublisher
 from sharding import ShardUnavailable, Topology
-from sharding.management import NoAnswer
+from sharding.cluster.management import NoAnswer
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.faults.group_worker import OPTIONS, Line, hold_of, lines_of

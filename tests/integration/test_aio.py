@@ -22,10 +22,10 @@ from aio_pika.exceptions import (
 from interceptors.aio import AioShardedChannel
 from interceptors.aio_objects import _came_back
 from sharding import Policy, ShardUnavailable
+from sharding.cluster.management import NoAnswer
+from sharding.cluster.topology import Topology, TopologyOptions
 from sharding.errors import OutcomeUnknown
-from sharding.management import NoAnswer
-from sharding.shard_map import Shard, ShardMap
-from sharding.topology import Topology, TopologyOptions
+from sharding.maps.shard_map import Shard, ShardMap
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.conftest import OLDEST_VERSION

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pika
 import pytest
 
-from sharding.management import NoAnswer
+from sharding.cluster.management import NoAnswer
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.cluster import members_seen
 from tests.cluster.nodes import answers_tcp, serves

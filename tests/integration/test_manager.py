@@ -13,8 +13,9 @@ import pytest
 from interceptors import ShardedChannel
 from sharding import Node as SeenNode
 from sharding import Policy, ShardMap, ShardName, Topology
-from sharding.manager import locator_policy
-from sharding.members import ClusterView, Member
+from sharding.cluster.management import ClusterView
+from sharding.cluster.provisioner import locator_policy
+from sharding.maps.planning import Member
 from tests.cluster import Cluster, Node, wait_until
 from tests.machine import PROJECT
 from tests.sharded import (

@@ -16,10 +16,10 @@ from interceptors import ShardedChannel, ShardedPublisher
 from interceptors.aio import AioShardedChannel
 from interceptors.pika_async import AsyncShardedChannel
 from sharding import Policy, metrics
-from sharding.counting import Source
+from sharding.cluster.topology import Topology
 from sharding.groups import ConsumerGroup, StreamConsumerGroup
+from sharding.metrics.sources import Source
 from sharding.stream import StreamEnvironment
-from sharding.topology import Topology
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.integration.test_pika_async import Client

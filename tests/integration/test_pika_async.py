@@ -29,9 +29,8 @@ from interceptors.pika_async import AsyncShardedChannel
 from interceptors.pika_async_publish import Publication, Unconfirmed
 from interceptors.pika_loop import CallOrder
 from sharding import InvalidInput, Policy, Shard, ShardName, ShardUnavailable
-from sharding.consumers import Claims
-from sharding.shard_map import ShardMap
-from sharding.topology import Topology
+from sharding.cluster.topology import Claims, Topology
+from sharding.maps.shard_map import ShardMap
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sharding import Policy, metrics
-from sharding.sight import Watched, queue_view, stream_view
+from sharding.inspection import Watched, queue_view, stream_view
 from sharding.stream import StreamEnvironment
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE

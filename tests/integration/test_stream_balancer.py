@@ -13,7 +13,6 @@ from functools import partial
 
 import pytest
 
-from sharding.route_cache import RouteCache
 from sharding.stream.environment_options import EnvironmentOptions
 from sharding.stream.errors import NodeNotReached
 from sharding.stream.frames.admin_requests import Create, Delete
@@ -23,6 +22,7 @@ from sharding.stream.network.locator import Locator
 from sharding.stream.network.placement import Placement, consumer_candidates
 from sharding.stream.network.pool import Pool
 from sharding.stream.protocol import FIRST, NEXT, Broker, OffsetSpec
+from sharding.stream.routes.cache import RouteCache
 from tests.cluster import Balancer, Cluster, Node
 from tests.cluster.waiting import PATIENCE
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from sharding.errors import InvalidInput, LocalError
-from sharding.hashing import murmur3
+from sharding.maps.slots import murmur3
 from sharding.stream import (
     Compression,
     Producer,

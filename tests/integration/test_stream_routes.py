@@ -12,14 +12,14 @@ from functools import partial
 
 import pytest
 
-from sharding.route_cache import RouteCache
-from sharding.route_options import RouteOptions
-from sharding.routes import Kind, Target, leader_of
 from sharding.stream.errors import StreamNotFound
 from sharding.stream.frames.admin_requests import Create, Delete
 from sharding.stream.network.client import ConnectOptions, Login, connect
 from sharding.stream.network.locator import Locator
 from sharding.stream.protocol import Broker
+from sharding.stream.routes.cache import RouteCache
+from sharding.stream.routes.rules import RouteOptions
+from sharding.stream.routes.values import Kind, Target, leader_of
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 

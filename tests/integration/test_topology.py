@@ -12,8 +12,8 @@ import pika
 import pytest
 
 from sharding import Policy, StaleMap, Unreachable
-from sharding.log_follower import LOG_QUEUE, NOTHING
-from sharding.topology import Topology, TopologyOptions
+from sharding.cluster.stream_log import LOG_QUEUE, NOTHING
+from sharding.cluster.topology import Topology, TopologyOptions
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from sharding import Address, Node, OnUnavailable, Policy, Shard, ShardKind, ShardMap, ShardName
-from sharding._json import Scalar
+from sharding.maps.json_fields import Scalar
 
 # Surrogates can't be written as UTF-8, and AMQP names hold no NUL. 4 bytes a character at most.
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding import Policy, UnsupportedFormat
-from sharding.map_log import State, Verdict, apply, encode, replay
+from sharding.maps.map_log import State, Verdict, apply, encode, replay
 from tests.maps import queue_map, stream_map
 
 GARBAGE = st.binary(max_size=20) | st.sampled_from(

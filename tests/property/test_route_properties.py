@@ -9,12 +9,11 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.route_options import RouteOptions
-from sharding.route_state import RouteState
-from sharding.routes import Finding, Kind, Missing, StreamRoute, Target
 from sharding.stream.network.balancer import Tries
 from sharding.stream.network.placement import Placement, consumer_candidates
 from sharding.stream.protocol import Broker, Code
+from sharding.stream.routes.rules import RouteOptions, RouteState
+from sharding.stream.routes.values import Finding, Kind, Missing, StreamRoute, Target
 
 NODES = [Broker(host, 5552) for host in "abc"]
 NAMES = ["s", "t", "u"]

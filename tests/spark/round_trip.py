@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as f
 
+from sharding.cluster.management import Management
 from sharding.errors import WarrenError
-from sharding.management import Management
 from sharding.stream.consuming.probe import PROBE_NAME
 from tests.spark.stored import PATIENT
 

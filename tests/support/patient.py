@@ -13,10 +13,10 @@ from typing import Any
 import pika
 import pytest
 
+from sharding.cluster.topology import TopologyOptions
 from sharding.groups import GroupOptions, StreamGroupOptions
 from sharding.groups.workshop import Workshop
-from sharding.route_options import RouteOptions
-from sharding.topology import TopologyOptions
+from sharding.stream.routes.rules import RouteOptions
 from tests.cluster.waiting import PATIENCE
 
 TOPOLOGY = TopologyOptions(

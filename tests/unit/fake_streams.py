@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from sharding.routes import StreamRoute
 from sharding.stream.errors import ConnectionLost, refusal
 from sharding.stream.formats.message import encode_data
 from sharding.stream.frames.answers import Answer, MetadataAnswer, OffsetAnswer, StatsAnswer
@@ -23,6 +22,7 @@ from sharding.stream.handlers import SubscriberHandler
 from sharding.stream.network.access import Access
 from sharding.stream.network.placement import Placement
 from sharding.stream.protocol import Broker, Code, Key, OffsetSpec, OffsetType
+from sharding.stream.routes.values import StreamRoute
 
 A, B, C = Broker("a", 1), Broker("b", 1), Broker("c", 1)
 

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from sharding.amqp import Session, connection_parameters
+from sharding.amqp.addresses import connection_parameters
+from sharding.amqp.session import Session
 from sharding.errors import Unreachable
 from tests.cluster.waiting import PATIENCE
 

@@ -6,7 +6,7 @@ import pytest
 from pika.adapters.utils import connection_workflow as workflow
 from pika.exceptions import AMQPConnectionError
 
-from sharding.amqp_channel import reason
+from sharding.amqp.session import reason
 
 REFUSED = ConnectionRefusedError(111, "Connection refused")
 

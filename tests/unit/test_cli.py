@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sharding import UnsupportedFormat, __version__, cli
-from sharding.commands import UnusableFile, app
+from sharding import UnsupportedFormat, __version__
+from sharding.cli import main as command
+from sharding.cli.maps import UnusableFile
+from sharding.cli.options import app
 from tests.maps import queue_map
 
 OLD, NEW = queue_map("ab"), queue_map("abc", epoch=2)
@@ -131,9 +133,9 @@ def test_a_message_of_several_lines_becomes_one(
     def fail(**_: object) -> None:
         raise UnsupportedFormat("first\n second")
 
-    monkeypatch.setattr("sharding.cli.commands", lambda: fail)
+    monkeypatch.setattr("sharding.cli.main.commands", lambda: fail)
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        command.main()
     assert caught.value.code == "warren: first second"
     assert capsys.readouterr().out == ""
 

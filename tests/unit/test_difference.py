@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from sharding import Address, InvalidInput, Node, Policy, ShardKind, ShardMap, difference
-from sharding.map_difference import state_difference
-from sharding.map_log import State
+from sharding.maps.differences import state_difference
+from sharding.maps.map_log import State
 from tests.maps import owner_names, queue_map, stream_map
 
 OLD = queue_map("abc")

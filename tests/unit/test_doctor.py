@@ -7,15 +7,23 @@ from collections import Counter
 import pytest
 
 from sharding import InvalidInput
-from sharding.doctor import balancers, examination, nodes, permissions, reaching, versions
-from sharding.doctor.balancers import Dealt
-from sharding.doctor.cluster_view import ClusterSeen, NodeSeen, cluster_from
-from sharding.doctor.examination import Patient
-from sharding.doctor.findings import Finding, Verdict, summary
-from sharding.doctor.permissions import Right, Rights
-from sharding.doctor.places import Place, Protocol, places_from
-from sharding.doctor.reaching import Reached, Step
-from sharding.doctor_command import report
+from sharding.cli.inspect import report
+from sharding.doctor.checks import Probed, _careful, examine
+from sharding.doctor.findings import Finding, Verdict, judge_versions, summary
+from sharding.doctor.nodes import (
+    FEW_TRIES,
+    TRIES_PER_NODE,
+    ClusterSeen,
+    Dealt,
+    NodeSeen,
+    cluster_from,
+    deal,
+    judge_balancer,
+    judge_running,
+    judge_streams_enabled,
+)
+from sharding.doctor.permissions import Right, Rights, judge_rights
+from sharding.doctor.reach import Place, Protocol, Reached, Step, judge_place, places_from
 from sharding.stream.protocol import Broker
 
 URLS = (
@@ -46,7 +54,7 @@ def test_url_that_is_none_is_refused_without_its_password() -> None:
 @pytest.mark.parametrize("step", Step)
 @pytest.mark.parametrize("place", [AMQP, MANAGEMENT, STREAMS])
 def test_every_broken_step_has_a_fix(step: Step, place: Place) -> None:
-    found = reaching.judge(Reached(place, step, "no"))
+    found = judge_place(Reached(place, step, "no"))
     assert (found.check, found.verdict) == (step.value, Verdict.PROBLEM)
     assert found.fix
     assert "{" not in found.wanted + found.fix
@@ -66,11 +74,11 @@ def test_every_broken_step_has_a_fix(step: Step, place: Place) -> None:
     ],
 )
 def test_versions_are_judged(said: list[str], expected: list[Verdict]) -> None:
-    assert verdicts(versions.judge({str(n): text for n, text in enumerate(said)})) == expected
+    assert verdicts(judge_versions({str(n): text for n, text in enumerate(said)})) == expected
 
 
 def test_what_an_old_version_lacks_is_named() -> None:
-    (found,) = versions.judge({"rmq0": "3.11.2"})
+    (found,) = judge_versions({"rmq0": "3.11.2"})
     assert "filters" in found.found
     assert "single active" not in found.found
     assert "3.13" in found.fix
@@ -93,16 +101,16 @@ def test_what_an_old_version_lacks_is_named() -> None:
 def test_balancers_are_judged(
     seen: dict[str, int], own: bool | None, count: int, expected: list[Verdict]
 ) -> None:
-    assert verdicts(balancers.judge(Dealt(STREAMS, Counter(seen), own), count)) == expected
+    assert verdicts(judge_balancer(Dealt(STREAMS, Counter(seen), own), count)) == expected
 
 
 def test_balancer_is_tried_until_every_node_was_seen() -> None:
     answers = iter("abab" + "c" + "never asked")
-    assert balancers.deal(3, lambda: next(answers)) == Counter(a=2, b=2, c=1)
+    assert deal(3, lambda: next(answers)) == Counter(a=2, b=2, c=1)
 
 
 def test_balancer_that_never_leads_to_a_node_is_tried_often_enough() -> None:
-    assert balancers.deal(3, lambda: "a").total() == 3 * balancers.TRIES_PER_NODE
+    assert deal(3, lambda: "a").total() == 3 * TRIES_PER_NODE
 
 
 def test_place_that_answers_no_more_is_not_tried_on_and_on() -> None:
@@ -112,19 +120,19 @@ def test_place_that_answers_no_more_is_not_tried_on_and_on() -> None:
         asked.append(1)
         return ""
 
-    assert not balancers.deal(100, silent)
-    assert len(asked) == balancers.FEW_TRIES
+    assert not deal(100, silent)
+    assert len(asked) == FEW_TRIES
 
 
 def test_each_missing_right_is_a_problem_of_its_own() -> None:
     rights = Rights(AMQP, "x", {Right.WRITE: "no", Right.READ: "no"})
-    found = permissions.judge(rights)
+    found = judge_rights(rights)
     assert verdicts(found) == [Verdict.PROBLEM, Verdict.PROBLEM, Verdict.OK]
     assert found[0].wanted.startswith("write")
 
 
 def test_missing_stream_queues_are_a_problem_of_the_map_log() -> None:
-    found = permissions.judge(Rights(AMQP, "x", no_stream_queue="feature flag is disabled"))
+    found = judge_rights(Rights(AMQP, "x", no_stream_queue="feature flag is disabled"))
     assert verdicts(found) == [Verdict.OK, Verdict.PROBLEM]
     assert "enable_feature_flag stream_queue" in found[1].fix
 
@@ -142,33 +150,33 @@ def test_listener_everywhere_is_at_the_host_in_the_nodes_name() -> None:
 
 def test_missing_streams_are_a_problem_only_for_who_asked_for_them() -> None:
     cluster = ClusterSeen((NodeSeen("rabbit@rmq0", running=True),))
-    assert verdicts(nodes.judge_streams_enabled(cluster, True)) == [Verdict.PROBLEM]
-    assert verdicts(nodes.judge_streams_enabled(cluster, False)) == [Verdict.WARNING]
+    assert verdicts(judge_streams_enabled(cluster, True)) == [Verdict.PROBLEM]
+    assert verdicts(judge_streams_enabled(cluster, False)) == [Verdict.WARNING]
 
 
 def test_node_that_is_down_is_a_problem() -> None:
     cluster = ClusterSeen((NodeSeen("rabbit@rmq0", running=False),))
-    assert verdicts(nodes.judge_running(cluster)) == [Verdict.PROBLEM]
+    assert verdicts(judge_running(cluster)) == [Verdict.PROBLEM]
 
 
 def test_check_that_fails_hides_no_other_and_shows_no_text() -> None:
-    def check_nothing(_: Patient) -> list[Finding]:
+    def check_nothing(_: Probed) -> list[Finding]:
         raise ValueError("c4nary")
 
-    (found,) = examination._careful(check_nothing, Patient((), ClusterSeen(), "x", 1))
+    (found,) = _careful(check_nothing, Probed((), ClusterSeen(), "x", 1))
     assert (found.check, found.verdict) == ("nothing", Verdict.PROBLEM)
     assert "c4nary" not in str(found)
 
 
 def test_report_tells_the_fix_and_counts() -> None:
-    findings = [reaching.judge(Reached(AMQP, Step.PORT, "refused\x1b[31m"))]
-    text = report([*findings, reaching.judge(Reached(AMQP, version="4.0.5"))])
+    findings = [judge_place(Reached(AMQP, Step.PORT, "refused\x1b[31m"))]
+    text = report([*findings, judge_place(Reached(AMQP, version="4.0.5"))])
     assert "problem  port, AMQP rmq0:5672: refused\\x1b[31m" in text
     assert findings[0].fix in text
-    assert text.endswith(summary([*findings, reaching.judge(Reached(AMQP, version="4.0.5"))]))
+    assert text.endswith(summary([*findings, judge_place(Reached(AMQP, version="4.0.5"))]))
 
 
 @pytest.mark.parametrize("scratch", ["", "amq.doctor", "x" * 250])
 def test_scratch_name_that_no_broker_takes_is_refused(scratch: str) -> None:
     with pytest.raises(InvalidInput):
-        examination.examine([], scratch=scratch)
+        examine([], scratch=scratch)

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pika
 import pytest
 
-from sharding import log_follower
-from sharding.amqp import ACCESS_REFUSED, Message, Refused, Session
-from sharding.log_follower import NOTHING, LogFollower
+from sharding.amqp.session import ACCESS_REFUSED, Message, Refused, Session
+from sharding.cluster import stream_log as log_follower
+from sharding.cluster.stream_log import NOTHING, LogFollower
 from tests.cluster.waiting import PATIENCE
 
 RECORD = Message(

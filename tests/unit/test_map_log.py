@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sharding import InvalidInput, Policy, UnsupportedFormat
-from sharding.map_log import State, apply, encode, replay
+from sharding.maps.map_log import State, apply, encode, replay
 from tests.maps import queue_map, stream_map
 
 POLICY = Policy("pictures", "^images$", 2)

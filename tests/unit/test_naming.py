@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sharding import InvalidInput, ShardName
-from sharding.naming import check_logical_name, check_name, check_node_name, partition_name
+from sharding.maps.naming import check_logical_name, check_name, check_node_name, partition_name
 
 
 def test_a_shard_is_named_as_the_plugin_names_it() -> None:

@@ -18,7 +18,8 @@ import interceptors
 import sharding
 import spark
 from interceptors import AioShardedChannel, AsyncShardedChannel, ShardedChannel, ShardedPublisher
-from sharding import Policy, Topology, TopologyOptions, cli
+from sharding import Policy, Topology, TopologyOptions
+from sharding.cli import main as command
 from sharding.errors import InvalidInput, WarrenError, is_retryable
 from sharding.groups import GroupOptions, Retry
 from sharding.groups.stream_options import StreamGroupOptions
@@ -210,8 +211,8 @@ def test_environment_variables_are_listed() -> None:
 
 def commands() -> dict[str, Any]:
     """Every command that can be run, by its words."""
-    cli.commands()
-    from sharding.commands import app
+    command.commands()
+    from sharding.cli.options import app
 
     found = {}
 

@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 
 from sharding.errors import InvalidInput, LocalError, Unreachable
-from sharding.route_cache import RouteCache
-from sharding.route_options import RouteOptions
-from sharding.routes import Finding, Missing, Partitions, StreamRoute
 from sharding.stream.errors import (
     AuthenticationFailed,
     NoAnswerInTime,
@@ -24,6 +21,9 @@ from sharding.stream.errors import (
     refusal,
 )
 from sharding.stream.protocol import Broker, Code
+from sharding.stream.routes.cache import RouteCache
+from sharding.stream.routes.rules import RouteOptions
+from sharding.stream.routes.values import Finding, Missing, Partitions, StreamRoute
 from tests.cluster import wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support.hand_time import HandClock

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from sharding.route_difference import MOST_TOLD, route_difference, told
-from sharding.routes import Finding, Missing, Partitions, StreamRoute
 from sharding.stream.protocol import Broker
+from sharding.stream.routes.values import (
+    MOST_TOLD,
+    Finding,
+    Missing,
+    Partitions,
+    StreamRoute,
+    route_difference,
+    told,
+)
 
 A, B, C = (Broker(host, 5552) for host in "abc")
 LED = StreamRoute("s", A, (B, C))

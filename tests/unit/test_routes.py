@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from sharding.errors import InvalidInput
-from sharding.pressure import Pressure
-from sharding.route_options import RouteOptions
-from sharding.route_pacing import BATCH_BYTES
-from sharding.route_state import RouteState
-from sharding.routes import Finding, Kind, Missing, Partitions, StreamRoute, Target
 from sharding.stream.protocol import Broker, Code
+from sharding.stream.routes.pressure import Pressure
+from sharding.stream.routes.rules import BATCH_BYTES, RouteOptions, RouteState
+from sharding.stream.routes.values import Finding, Kind, Missing, Partitions, StreamRoute, Target
 from tests.machine import PROJECT
 
 A, B, C = Broker("a", 5552), Broker("b", 5552), Broker("c", 5552)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from sharding import Address, Node, OnUnavailable, Policy, Shard, ShardMap, ShardName
-from sharding.adopt import found_in
+from sharding.cluster.management import members_from
+from sharding.cluster.plugin_queues import found_in
 from sharding.errors import InvalidInput
-from sharding.members import Member, members_from
-from sharding.shard_plan import next_map, wanted_shards
+from sharding.maps.planning import Member, next_map, wanted_shards
 
 POLICY = Policy("pictures", "^images$", shards_per_node=2)
 

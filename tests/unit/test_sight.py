@@ -10,15 +10,12 @@ import pytest
 from rich.console import Console, RenderableType
 
 from sharding import Unreachable, WarrenError
-from sharding.amqp import Declared
-from sharding.counting import Sample
-from sharding.sight import GroupView, ShardState, ShardView, View, Watched
-from sharding.sight.queues import view_of
-from sharding.sight.rendering import as_table, as_tree, heading
-from sharding.sight.samples import samples_of_view
-from sharding.sight.streams import Listed, listed_from, shard_view
-from sharding.sight.views import ViewKind, lag
-from sharding.sight_command import views
+from sharding.amqp.session import Declared
+from sharding.cli.inspect import as_table, as_tree, heading, views
+from sharding.inspection import GroupView, ShardState, ShardView, View, Watched
+from sharding.inspection.asking import Listed, listed_from, shard_view, view_of
+from sharding.inspection.views import ViewKind, lag, samples_of_view
+from sharding.metrics.sources import Sample
 from sharding.stream.consuming.probe import Ends
 from tests.maps import queue_map
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from sharding import QUEUE_SLOTS, InvalidInput, SlotTable, slots
+from sharding import QUEUE_SLOTS, InvalidInput, SlotTable
+from sharding.maps import slots
 
 
 class FakeShake:

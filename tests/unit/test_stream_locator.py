@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from sharding.errors import InvalidInput, LocalError, Unreachable
-from sharding.routes import Missing, Partitions, StreamRoute
 from sharding.stream.errors import (
     AuthenticationFailed,
     ConnectionLost,
@@ -32,6 +31,7 @@ from sharding.stream.frames.answers import (
 from sharding.stream.network.client import StreamClient
 from sharding.stream.network.locator import ARM_REFERENCE, Locator
 from sharding.stream.protocol import Broker, Code
+from sharding.stream.routes.values import Missing, Partitions, StreamRoute
 from tests.cluster import wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support.hand_time import HandClock

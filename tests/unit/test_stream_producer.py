@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from sharding.errors import InvalidInput, LocalError, OutcomeUnknown, is_retryable
-from sharding.hashing import murmur3
+from sharding.maps.slots import murmur3
 from sharding.stream.errors import (
     AuthenticationFailed,
     ConnectionLost,

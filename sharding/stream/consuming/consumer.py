@@ -16,8 +16,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from sharding.counting import Subject
 from sharding.errors import InvalidInput, WarrenError
+from sharding.metrics.sources import Subject
 from sharding.stream.consuming.consumer_options import ConsumerOptions
 from sharding.stream.consuming.data_loss import without_gap
 from sharding.stream.consuming.inbox import Inbox, Lane, Taken

@@ -26,7 +26,6 @@ from sharding.errors import (
     WarrenError,
     is_retryable,
 )
-from sharding.routes import StreamRoute
 from sharding.stream.consuming.activity import Activity, Turns
 from sharding.stream.consuming.consumer_options import ConsumerOptions, offset_spec
 from sharding.stream.consuming.inbox import Inbox, Lane, Taken
@@ -45,6 +44,7 @@ from sharding.stream.network.access import Access
 from sharding.stream.network.client import StreamClient
 from sharding.stream.network.placement import consumer_candidates
 from sharding.stream.protocol import NEXT, Broker, OffsetSpec
+from sharding.stream.routes.values import StreamRoute
 
 logger = logging.getLogger("warren.stream.consumer")
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from sharding.routes import StreamRoute
 from sharding.stream.handlers import SubscriberHandler
 from sharding.stream.network.placement import Placement
 from sharding.stream.protocol import Broker, Limits
+from sharding.stream.routes.values import StreamRoute
 
 if TYPE_CHECKING:
     from sharding.stream.network.client import StreamClient

@@ -18,7 +18,6 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeVar
 
 from sharding.errors import InvalidInput, LocalError, Unreachable, WarrenError, is_retryable
-from sharding.routes import Finding, Missing, Partitions, StreamRoute
 from sharding.stream.errors import (
     ConnectionLost,
     NoAnswerInTime,
@@ -32,6 +31,7 @@ from sharding.stream.frames import requests
 from sharding.stream.frames.answers import Answer, StreamMetadata
 from sharding.stream.network.background import close_all, in_background
 from sharding.stream.protocol import Broker, Code, Key
+from sharding.stream.routes.values import Finding, Missing, Partitions, StreamRoute
 
 if TYPE_CHECKING:
     from sharding.stream.network.client import StreamClient

@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sharding.routes import StreamRoute
 from sharding.stream.protocol import Broker
+from sharding.stream.routes.values import StreamRoute
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from sharding.errors import InvalidInput
-from sharding.hashing import Key
+from sharding.maps.slots import Key
 from sharding.stream.formats.amqp_types import AmqpValue
 from sharding.stream.formats.message import encode_data, encode_message
 from sharding.stream.formats.properties import Properties

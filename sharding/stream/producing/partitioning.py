@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sharding.hashing import Key, murmur3
+from sharding.maps.slots import Key, murmur3
 
 PartitionFunction = Callable[[Key, int], int]
 """From a key and the number of partitions to a partition's number, from 0."""

@@ -31,9 +31,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 
-from sharding.counting import Subject
 from sharding.errors import InvalidInput
-from sharding.hashing import Key
+from sharding.maps.slots import Key
+from sharding.metrics.sources import Subject
 from sharding.stream.errors import NoAnswerInTime
 from sharding.stream.formats.amqp_types import AmqpValue
 from sharding.stream.formats.properties import Properties

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from sharding.errors import InvalidInput, LocalError
-from sharding.hashing import Key
+from sharding.maps.slots import Key
 from sharding.stream.producing.broker_routes import BrokerRoutes
 from sharding.stream.producing.outgoing_messages import text_of
 from sharding.stream.producing.partitioning import PartitionFunction

@@ -1,0 +1,421 @@
+"""pika's asynchronous connection as awaitables, for the control plane's own loop.
+
+Thin: it turns callbacks into results and a closed channel or connection into the error that closed
+it. Deadlines are the caller's, with `asyncio.timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pika
+import pika.channel
+import pika.exceptions
+from pika.adapters.asyncio_connection import AsyncioConnection
+from pika.adapters.utils.connection_workflow import (
+    AMQPConnectionWorkflowAborted,
+    AMQPConnectionWorkflowFailed,
+    AMQPConnectorAborted,
+)
+
+from sharding.amqp.connected_node import REPLY_TO, node_token
+from sharding.errors import RemoteError, Unreachable
+
+
+class Session:
+    """One open connection. `lost` is done when it is closed, for whatever reason."""
+
+    def __init__(
+        self, connection: AsyncioConnection, lost: asyncio.Future[str], where: str
+    ) -> None:
+        self._connection = connection
+        self.lost = lost
+        self.where = where
+        """The address that was dialled, as `host:port`."""
+
+    @classmethod
+    async def open(cls, parameters: pika.ConnectionParameters, timeout: float) -> Session:
+        """Connect, or raise `Unreachable` with the reason; no secret is in it."""
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[None] = loop.create_future()
+        lost: asyncio.Future[str] = loop.create_future()
+
+        def failed(_: Any, error: BaseException | str) -> None:
+            if not opened.done():
+                opened.set_exception(Unreachable(f"{_where(parameters)}: {reason(error)}"))
+
+        connection = AsyncioConnection(
+            parameters,
+            on_open_callback=lambda _: settle(opened, None),
+            on_open_error_callback=failed,
+            on_close_callback=lambda _, why: settle(lost, reason(why)),
+            custom_ioloop=loop,
+        )
+        try:
+            async with asyncio.timeout(timeout):
+                await opened
+        except TimeoutError:
+            _abort(connection)
+            raise Unreachable(f"{_where(parameters)}: no answer within {timeout:g} s") from None
+        except BaseException:  # cancelled: nobody else will close the socket
+            _abort(connection)
+            raise
+        return cls(connection, lost, _where(parameters))
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._connection.is_open)
+
+    async def channel(self) -> Channel:
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[pika.channel.Channel] = loop.create_future()
+        if not self.is_open:
+            raise Unreachable("the connection is closed")
+        try:
+            self._connection.channel(on_open_callback=lambda ch: settle(opened, ch))
+        except pika.exceptions.AMQPError as error:  # no channel number is free, say
+            raise Unreachable(reason(error)) from None
+        try:
+            return Channel(await self._or_lost(opened))
+        except asyncio.CancelledError:
+            # It may open yet, and nobody would close it.
+            self._connection.ioloop.call_soon(opened.add_done_callback, _close_late)
+            raise
+
+    async def close(self, timeout: float = 2) -> None:
+        """Close in order within `timeout`, or by dropping the socket."""
+        try:
+            if not self.lost.done():
+                if self._connection.is_open:
+                    self._connection.close()
+                await asyncio.wait([self.lost], timeout=timeout)
+        finally:
+            if not self.lost.done():
+                _abort(self._connection)
+
+    async def reply_token(self) -> str:
+        """What tells the connected node from others: see `Node.reply_token`.
+
+        A mandatory message that nobody takes comes back with its reply-to filled in, and there the
+        node has written a hash of its name. It needs no queue and no right beyond publishing.
+        """
+        channel = await self.channel()
+        try:
+            await channel.consume(REPLY_TO, lambda _: None, no_ack=True)
+            return node_token(await channel.returned_reply_to())
+        finally:
+            channel.close()
+
+    async def _or_lost(self, wanted: asyncio.Future[Any]) -> Any:
+        await asyncio.wait([wanted, self.lost], return_when=asyncio.FIRST_COMPLETED)
+        if wanted.done():
+            return wanted.result()
+        wanted.cancel()
+        raise Unreachable(f"the connection was lost: {self.lost.result()}")
+
+
+def _close_late(opened: asyncio.Future[pika.channel.Channel]) -> None:
+    if not opened.cancelled() and opened.exception() is None and opened.result().is_open:
+        opened.result().close()
+
+
+class _GivenUp(pika.exceptions.AMQPError):
+    """We dropped the connection, and whoever waited for it has been told why."""
+
+
+def _abort(connection: Any) -> None:
+    """Drop the socket of a connection that does not answer.
+
+    pika's own end of a stream: it wants a reason, or an assertion of its fails later on the loop.
+    """
+    if not connection.is_closed:
+        connection._terminate_stream(_GivenUp("given up"))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record of pika's tells more than that this side gave a connection up.
+
+    It calls that an error, four times: a worker that is stopped while it connects would seem to
+    have failed.
+    """
+    ours = (_GivenUp, AMQPConnectorAborted, AMQPConnectionWorkflowAborted)
+    errors = (each for each in record.args or () if isinstance(each, BaseException))
+    return not any(isinstance(innermost(error), ours) for error in errors)
+
+
+for _name in ("pika.adapters.utils.connection_workflow", "pika.adapters.base_connection"):
+    logging.getLogger(_name).addFilter(_is_news)
+
+
+def _where(parameters: pika.ConnectionParameters) -> str:
+    return f"{parameters.host}:{parameters.port}"
+
+
+ACCESS_REFUSED = 403
+"""A right is missing, or a queue is in exclusive use by another."""
+
+
+class Refused(RemoteError):
+    """The broker closed the channel; `code` and `text` are its own."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code} {text}")
+        self.code = code
+        self.text = text
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    name: str
+    messages: int
+    consumers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    body: bytes
+    properties: pika.BasicProperties
+    delivery_tag: int
+    routing_key: str = ""
+    redelivered: bool = False
+
+
+class Channel:
+    """One channel; a question that the broker answers by closing it raises `Refused`."""
+
+    def __init__(self, channel: pika.channel.Channel) -> None:
+        self._channel = channel
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._confirms: dict[int, asyncio.Future[Any]] = {}
+        self._published = 0
+        self._returned: str | None = None
+        self.refused: Refused | None = None
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done when the channel is closed, with the reason."""
+        channel.add_on_close_callback(self._on_close)
+
+    def close(self) -> None:
+        """Ask for it to be closed; the answer is not waited for."""
+        if self._channel.is_open:
+            self._channel.close()
+
+    async def wait_closed(self) -> None:
+        """Close it and wait for the answer: the broker has requeued what was not acknowledged."""
+        self.close()
+        await asyncio.shield(self.closed)
+
+    async def declare(
+        self,
+        queue: str,
+        *,
+        passive: bool = False,
+        durable: bool = False,
+        exclusive: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Declared:
+        frame = await self._ask(
+            self._channel.queue_declare,
+            queue=queue,
+            passive=passive,
+            durable=durable,
+            exclusive=exclusive,
+            arguments=dict(arguments or {}),
+        )
+        method = frame.method
+        return Declared(method.queue, method.message_count, method.consumer_count)
+
+    async def declare_exchange(
+        self,
+        exchange: str,
+        kind: str = "direct",
+        *,
+        passive: bool = False,
+        durable: bool = True,
+        auto_delete: bool = False,
+    ) -> None:
+        await self._ask(
+            self._channel.exchange_declare,
+            exchange=exchange,
+            exchange_type=kind,
+            passive=passive,
+            durable=durable,
+            auto_delete=auto_delete,
+        )
+
+    async def bind(self, queue: str, exchange: str, routing_key: str) -> None:
+        await self._ask(
+            self._channel.queue_bind, queue=queue, exchange=exchange, routing_key=routing_key
+        )
+
+    async def unbind(self, queue: str, exchange: str, routing_key: str) -> None:
+        await self._ask(
+            self._channel.queue_unbind, queue=queue, exchange=exchange, routing_key=routing_key
+        )
+
+    async def delete_empty(self, queue: str) -> None:
+        """Delete a queue that has no message and no consumer; refuse (406) any other."""
+        await self._ask(self._channel.queue_delete, queue=queue, if_unused=True, if_empty=True)
+
+    async def delete_exchange(self, exchange: str) -> None:
+        await self._ask(self._channel.exchange_delete, exchange=exchange)
+
+    async def qos(self, prefetch: int) -> None:
+        await self._ask(self._channel.basic_qos, prefetch_count=prefetch)
+
+    async def consume(
+        self,
+        queue: str,
+        on_message: Callable[[Message], None],
+        *,
+        no_ack: bool = False,
+        exclusive: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A consumer that the broker cancels, because its queue is gone, closes the channel."""
+
+        def deliver(_: Any, method: Any, properties: pika.BasicProperties, body: bytes) -> None:
+            tag, key = method.delivery_tag, method.routing_key
+            on_message(Message(body, properties, tag, key, method.redelivered))
+
+        self._channel.add_on_cancel_callback(lambda _: self.close())
+
+        await self._ask(
+            self._channel.basic_consume,
+            queue=queue,
+            on_message_callback=deliver,
+            auto_ack=no_ack,
+            exclusive=exclusive,
+            arguments=dict(arguments or {}),
+        )
+
+    def ack(self, delivery_tag: int, multiple: bool = False) -> None:
+        if self._channel.is_open:
+            self._channel.basic_ack(delivery_tag, multiple)
+
+    async def confirm_publishes(self) -> None:
+        def confirmed(frame: Any) -> None:
+            stored = isinstance(frame.method, pika.spec.Basic.Ack)
+            tag = frame.method.delivery_tag
+            for number in [
+                n for n in self._confirms if n == tag or (frame.method.multiple and n < tag)
+            ]:
+                future = self._confirms.pop(number)
+                settle(future, stored)
+
+        self._channel.add_on_return_callback(self._on_return)
+        await self._ask(self._channel.confirm_delivery, ack_nack_callback=confirmed)
+
+    def send(
+        self, exchange: str, routing_key: str, body: bytes, properties: pika.BasicProperties
+    ) -> None:
+        """Publish on a channel without confirms; a hint, so nobody is told when it is lost."""
+        if self._channel.is_open:
+            self._channel.basic_publish(exchange, routing_key, body, properties)
+
+    async def publish_mandatory(
+        self, routing_key: str, body: bytes, properties: pika.BasicProperties
+    ) -> bool:
+        """Publish to the queue of this name; `Refused` (312) if there is none.
+
+        One at a time on a channel: a confirm may stand for several messages, so a return could not
+        be told from that of another one.
+        """
+        self._returned = None
+        stored = await self.publish("", routing_key, body, properties, mandatory=True)
+        if self._returned is not None:
+            raise Refused(312, self._returned)
+        return stored
+
+    async def publish(
+        self,
+        exchange: str,
+        routing_key: str,
+        body: bytes,
+        properties: pika.BasicProperties,
+        *,
+        mandatory: bool = False,
+    ) -> bool:
+        """Publish on a channel that confirms; whether the broker says that it is stored."""
+        if self.refused is not None or not self._channel.is_open:
+            raise self.refused or Unreachable("the channel is closed")
+        future = self._future()
+        self._published += 1
+        self._confirms[self._published] = future
+        self._channel.basic_publish(exchange, routing_key, body, properties, mandatory)
+        return bool(await self._answer(future))
+
+    async def returned_reply_to(self) -> str:
+        future = self._future()
+
+        def returned(_: Any, __: Any, properties: pika.BasicProperties, ___: bytes) -> None:
+            settle(future, properties.reply_to)
+
+        self._channel.add_on_return_callback(returned)
+        self._channel.basic_publish(
+            "", "warren.nobody", b"", pika.BasicProperties(reply_to=REPLY_TO), mandatory=True
+        )
+        return str(await self._answer(future))
+
+    async def _ask(self, method: Callable[..., Any], **arguments: Any) -> Any:
+        future = self._future()
+        if self.refused is not None or not self._channel.is_open:
+            raise self.refused or Unreachable("the channel is closed")
+        method(**arguments, callback=lambda frame: settle(future, frame))
+        return await self._answer(future)
+
+    def _future(self) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        return future
+
+    async def _answer(self, future: asyncio.Future[Any]) -> Any:
+        try:
+            return await future
+        finally:
+            self._waiting.discard(future)
+
+    def _on_return(self, _: Any, method: Any, __: Any, ___: bytes) -> None:
+        self._returned = str(method.reply_text)
+
+    def _on_close(self, _: Any, why: Exception) -> None:
+        error: RemoteError
+        if isinstance(why, pika.exceptions.ChannelClosedByBroker):
+            error = self.refused = Refused(why.reply_code, why.reply_text)
+        else:
+            error = Unreachable(f"the channel was closed: {reason(why)}")
+        settle(self.closed, str(error))
+        for future in [*self._waiting, *self._confirms.values()]:
+            if not future.done():
+                future.set_exception(error)
+
+
+def settle(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def reason(error: BaseException | str) -> str:
+    """What pika says, on one line."""
+    cause = innermost(error)
+    return " ".join(str(cause).split()) or type(cause).__name__
+
+
+def innermost(error: BaseException | str) -> BaseException | str:
+    """The cause of a failed connection, which pika wraps several times."""
+    while (cause := _wrapped(error)) is not None:
+        error = cause
+    return error
+
+
+def _wrapped(error: BaseException | str) -> BaseException | None:
+    """What pika wrapped: each phase of connecting has an error, and so has their whole."""
+    inside: Any = getattr(error, "exception", None)
+    if isinstance(error, AMQPConnectionWorkflowFailed):
+        inside = error.exceptions[-1]
+    elif isinstance(error, pika.exceptions.AMQPConnectionError) and error.args:
+        inside = error.args[0]
+    return inside if isinstance(inside, BaseException) else None

@@ -1,0 +1,5 @@
+"""`python -m sharding.cli` is the command `warren`."""
+
+from sharding.cli.main import main
+
+main()

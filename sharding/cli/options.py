@@ -1,0 +1,104 @@
+"""The sub-commands of `warren`. Each raises `WarrenError` when it fails; `cli` reports it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sharding import __version__
+from sharding.cluster.topology import Topology
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"warren {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def warren(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Many RabbitMQ queues on many nodes behave as one."""
+
+
+def print_table(columns: tuple[str, ...], rows: list[dict[str, object]]) -> None:
+    """A table of these columns; values are printed as they are and never cut."""
+    table = Table(*columns)
+    for column in table.columns:
+        column.overflow = "fold"
+    for row in rows:
+        table.add_row(*(printable(str(row[column])) for column in columns))
+    # Rich takes a pipe for 80 columns wide and would fold names that scripts want whole.
+    width = None if sys.stdout.isatty() else 10_000
+    Console(width=width, markup=False, highlight=False, emoji=False).print(table)
+
+
+def printable(text: str) -> str:
+    """`text` on one line and without control characters, which a terminal might obey."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+Urls = Annotated[
+    list[str],
+    typer.Option(
+        "--url",
+        envvar="WARREN_URL",
+        show_envvar=True,
+        help="AMQP URL of a node; several times, for failover.",
+    ),
+]
+
+
+ManagementUrls = Annotated[
+    list[str],
+    typer.Option(
+        "--management",
+        envvar="WARREN_MANAGEMENT_URL",
+        show_envvar=True,
+        help="URL of the management API; needed to see which nodes there are.",
+    ),
+]
+
+
+Logical = Annotated[str, typer.Argument(metavar="NAME", help="The logical queue.")]
+
+
+LOCAL_BROKER = ["amqp://guest:guest@localhost:5672/"]
+
+
+@contextmanager
+def connected(urls: list[str], management: list[str]) -> Iterator[Topology]:
+    # What the manager notes is in the report; without a handler logging would print it as well.
+    logging.getLogger("warren.manager").addHandler(logging.NullHandler())
+    with Topology(*urls, management_urls=management) as topology:
+        yield topology
+
+
+StreamUrls = Annotated[
+    list[str],
+    typer.Option(
+        "--stream-url",
+        envvar="WARREN_STREAM_URL",
+        show_envvar=True,
+        help="Stream URL of a node or a balancer; several times, for failover.",
+    ),
+]

@@ -1,0 +1,400 @@
+"""The control plane of a process, on an asyncio loop of its own: follow the log, ask, watch.
+
+It owns one connection and never touches the application's: a question about a queue whose node is
+down is answered after 64 s, and a connection that waits for it can't even be closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pika
+
+from sharding.amqp.addresses import connection_parameters, same_but_at
+from sharding.amqp.session import Declared, Refused, Session
+from sharding.cluster.management import ClusterView
+from sharding.cluster.stream_log import Listener, LogFollower
+from sharding.errors import RemoteError, Unreachable, WarrenError
+from sharding.maps.map_log import State
+from sharding.maps.planning import Member
+from sharding.maps.shard_map import Address, Node, Shard, ShardMap
+
+logger = logging.getLogger("warren.topology")
+_random = random.Random()  # its own, so that nobody else's sequence of numbers changes
+
+_NOT_TRIED = "not connected yet"
+_SILENT_LOOKS = 3
+# Wrong credentials, and a virtual host that is missing or closed to the user.
+_DENIALS = ("ACCESS_REFUSED", "NOT_ALLOWED")
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyOptions:
+    """Every period is in seconds."""
+
+    poll_interval: float = 30.0
+    """How often the end of the map log is looked at, in case a push got lost."""
+    max_staleness: float = 90.0
+    """A map that could not be checked for longer is not used any more."""
+    start_timeout: float = 30.0
+    """How long the first use of a map waits until the log has been read."""
+    connect_timeout: float = 5.0
+    answer_timeout: float = 2.0
+    """How long one question about one queue may take; silence means that it is away."""
+    watch_interval: float = 5.0
+    """How often the management API is asked which nodes run."""
+    probe_interval: float = 1.0
+    """How often a shard that is away is tried again."""
+    change_timeout: float = 30.0
+    """How long a change of policies or maps may take, races included."""
+
+
+class ControlPlane:
+    """Runs on one asyncio loop; every coroutine here must be awaited on it."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        view: ClusterView,
+        options: TopologyOptions,
+        on_change: Listener,
+        has_log: bool = True,
+    ) -> None:
+        self.given = [connection_parameters(url) for url in urls]
+        self.view = view
+        self._has_log = has_log
+        self.options = options
+        self.log = LogFollower(on_change)
+        self.session: Session | None = None
+        self.validated_at: float | None = None
+        self.problem: str = _NOT_TRIED
+        self.denied = False
+        """Whether every node has refused this user; waiting would not help."""
+        self.down_nodes: set[str] = set()
+        self.away: dict[str, asyncio.Task[None]] = {}
+        self.counts: Counter[str] = Counter()
+        self._connected = asyncio.Event()
+        self._failed: set[tuple[str, int]] = set()
+        self._reached: set[str] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._follow())]
+        if self.view:
+            self._tasks.append(asyncio.create_task(self._watch_nodes()))
+
+    async def stop(self) -> None:
+        for task in [*self._tasks, *self.away.values()]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self.away.values(), return_exceptions=True)
+        if self.session is not None:
+            await self.session.close()
+
+    async def connected(self) -> Session:
+        """The connection, once there is one that reads the log."""
+        while self.session is None or not self.session.is_open:
+            self._connected.clear()
+            await self._connected.wait()
+        return self.session
+
+    # The log
+
+    async def _follow(self) -> None:
+        """Hold a connection to a node that has the log; go to the next one when it is lost."""
+        attempt = 0
+        while True:
+            denials = 0
+            addresses = await self._addresses()
+            for parameters in addresses:
+                try:
+                    session = await self._attach(parameters)
+                except Exception as error:  # nothing may end this task: nobody would notice
+                    self._note_problem(error)
+                    self.counts["failed_connects"] += 1
+                    logger.debug("no map log through %s: %s", parameters.host, self.problem)
+                    self._failed.add((parameters.host, parameters.port))
+                    denials += any(word in self.problem for word in _DENIALS)
+                    continue
+                attempt = 0
+                self._failed.clear()
+                await self._serve(session)
+                logger.info(
+                    "the map log is followed no more through %s: %s", session.where, self.problem
+                )
+                break
+            self.denied = denials == len(addresses)
+            attempt += 1
+            await asyncio.sleep(_random.uniform(0.1, min(0.25 * 2**attempt, 5.0)))
+
+    async def _attach(self, parameters: pika.ConnectionParameters) -> Session:
+        session = await Session.open(parameters, self.options.connect_timeout)
+        if not self._has_log:
+            return session
+        try:
+            async with asyncio.timeout(self.options.connect_timeout):
+                await self.log.attach(session)
+                await self.log.catch_up(session)
+        except BaseException as error:
+            await session.close()
+            if isinstance(error, TimeoutError) and self.log.refused is not None:
+                raise self.log.refused from None  # says more than that nothing came
+            raise
+        return session
+
+    async def _serve(self, session: Session) -> None:
+        """Keep the map fresh over this connection until it is lost or stops answering."""
+        self.session = session
+        self.validated_at = time.monotonic()
+        self._connected.set()
+        self.counts["connects"] += 1
+        logger.info("the map log is followed through %s", session.where)
+        try:
+            while True:
+                pause = self.options.poll_interval * _random.uniform(0.8, 1.0)
+                await asyncio.wait([session.lost], timeout=pause)
+                if session.lost.done():
+                    self.problem = session.lost.result()
+                    return
+                if self._has_log:
+                    await self.refresh(session)
+        except Exception as error:  # see _follow
+            self._note_problem(error)
+        finally:
+            self.session = None
+            self.counts["disconnects"] += 1
+            await session.close()
+
+    async def refresh(self, session: Session) -> None:
+        async with asyncio.timeout(self.options.connect_timeout):
+            await self.log.catch_up(session)
+        self.validated_at = time.monotonic()
+        self.counts["refreshes"] += 1
+
+    async def change(self, step: Callable[[State], Awaitable[State | None]]) -> State:
+        """Append what `step` makes of the current state, again and again until it is not void.
+
+        `step` returns None where there is nothing to change.
+        """
+        async with asyncio.timeout(self.options.change_timeout):
+            while True:
+                session = await self.connected()
+                if await self._is_current(session):
+                    proposed = await step(self.log.state)
+                    try:
+                        if proposed is None or await self.log.append(proposed):
+                            return self.log.state
+                    except RemoteError as error:
+                        # The record may have been stored; reading on will show it.
+                        logger.info("a change of the map log went wrong, trying again: %s", error)
+                await asyncio.sleep(_random.uniform(0, 0.05))
+
+    async def _is_current(self, session: Session) -> bool:
+        """Read the log to its end; a node that can't, because it lost its replica, is left."""
+        try:
+            await self.refresh(session)
+        except (RemoteError, TimeoutError) as error:
+            self.problem = _sentence(error)
+            await session.close()
+            return False
+        return True
+
+    # Nodes
+
+    async def _addresses(self) -> list[pika.ConnectionParameters]:
+        """The addresses given, in random order, then those that maps and management know.
+
+        A node that joined after the log was made has no replica of it, so a client that was given
+        only such a node must find others.
+        """
+        given = _random.sample(self.given, len(self.given))
+        nodes = self._known_nodes()
+        if self.view and self.problem != _NOT_TRIED:
+            with suppress(Exception):
+                nodes += [member.node for member in await self.members()]
+        known = [parameters for node in nodes for parameters in self.parameters_for(node)]
+        places = {(parameters.host, parameters.port): parameters for parameters in [*given, *known]}
+        return [places[place] for place in sorted(places, key=lambda place: place in self._failed)]
+
+    def parameters_for(self, node: Node) -> list[pika.ConnectionParameters]:
+        return [same_but_at(self.given[0], each.host, each.port) for each in node.addresses]
+
+    async def open_at(self, node: Node) -> Session:
+        """A connection of its own to one node, for work that must be done there."""
+        problem = f"no address of {node.name} is known"
+        for parameters in self.parameters_for(node):
+            try:
+                session = await Session.open(parameters, self.options.connect_timeout)
+                self._reached.add(node.name)
+                return session
+            except Unreachable as error:
+                problem = str(error)
+        raise Unreachable(f"{node.name}: {problem}")
+
+    async def members(self) -> list[Member]:
+        """The nodes of the cluster, from the management API, else those at the addresses given."""
+        if self.view:
+            tls = self.given[0].ssl_options is not None
+            return await asyncio.to_thread(self.view.members, tls)
+        return await self._members_by_token()
+
+    async def _members_by_token(self) -> list[Member]:
+        """The nodes that the maps know and those at the addresses given, told apart by token."""
+        nodes = {node.name: node for node in self._known_nodes()}
+        by_token = {node.reply_token: node for node in nodes.values() if node.reply_token}
+        members = {name: Member(node, running=False) for name, node in nodes.items()}
+        known = [place for node in nodes.values() for place in self.parameters_for(node)]
+        places = {(place.host, place.port): place for place in [*self.given, *known]}
+        for (host, port), parameters in places.items():
+            with suppress(RemoteError, TimeoutError):
+                session = await Session.open(parameters, self.options.answer_timeout)
+                try:
+                    async with asyncio.timeout(self.options.answer_timeout):
+                        token = await session.reply_token()
+                finally:
+                    await session.close()
+                node = by_token.get(token)
+                if node is None:
+                    name = f"rabbit@{host}"
+                    if name in members:  # several nodes on one host
+                        name = f"rabbit-{port}@{host}"
+                    node = by_token[token] = Node(name, (Address(str(host), int(port)),), token)
+                members[node.name] = Member(node, running=True)
+        return [members[name] for name in sorted(members)]
+
+    def _known_nodes(self) -> list[Node]:
+        return [node for shard_map in self.log.state.maps.values() for node in shard_map.nodes]
+
+    def _note_problem(self, error: Exception) -> None:
+        self.problem = _sentence(error)
+        if not isinstance(error, WarrenError | TimeoutError | OSError):
+            logger.exception("the control plane failed, and tries again")
+
+    async def _watch_nodes(self) -> None:
+        silent = 0
+        while True:
+            try:
+                members = await self.members()
+            except Exception as error:  # see _follow
+                logger.debug("the management API does not answer: %s", error)
+                silent += 1
+                if silent > _SILENT_LOOKS:  # what was down then may be up by now
+                    self.down_nodes = set()
+            else:
+                silent = 0
+                self._note_down({member.name for member in members if not member.running})
+            await asyncio.sleep(self.options.watch_interval)
+
+    def _note_down(self, down: set[str]) -> None:
+        for name in sorted(down - self.down_nodes):
+            logger.warning("node %s is down; keys of its shards are refused or moved", name)
+        for name in sorted(self.down_nodes - down):
+            logger.info("node %s is back", name)
+        self.down_nodes = down
+
+    # Shards
+
+    async def look_at(
+        self, queues: Iterable[str], *, known_away: bool = False
+    ) -> dict[str, Declared | None]:
+        """Messages and consumers of each queue now; None where no answer came in time.
+
+        A queue that does not exist is left out. Each is asked on a channel of its own: one that
+        does not answer holds up no other. What is known to be away is not asked, unless
+        `known_away`: the broker would hold a channel for each such question for 64 s.
+        """
+        missing: set[str] = set()
+
+        async def look(queue: str) -> Declared | None:
+            if queue in self.away and not known_away:
+                return None
+            try:
+                async with asyncio.timeout(self.options.answer_timeout):
+                    channel = await (await self.connected()).channel()
+                    try:
+                        return await channel.declare(queue, passive=True)
+                    finally:
+                        channel.close()
+            except Refused as error:
+                # A queue whose node is down is "not found" as well, but "due to timeout".
+                if error.code == 404 and "timeout" not in error.text:
+                    missing.add(queue)
+                return None
+            except (RemoteError, TimeoutError):
+                return None
+
+        names = list(queues)
+        seen = await asyncio.gather(*map(look, names))
+        return {name: found for name, found in zip(names, seen, strict=True) if name not in missing}
+
+    async def consumer_counts(self, shards: Iterable[str]) -> dict[str, int | None]:
+        found = await self.look_at(shards)
+        return {name: seen.consumers if seen else None for name, seen in found.items()}
+
+    def suspect(self, shard: Shard, shard_map: ShardMap) -> None:
+        """Check a shard until it is there; meanwhile it counts as away."""
+        if shard.name not in self.away:
+            self.away[shard.name] = asyncio.create_task(self._probe(shard, shard_map))
+
+    async def _probe(self, shard: Shard, shard_map: ShardMap) -> None:
+        known = False
+        try:
+            while True:
+                # The map may have changed: the node has a new address, the shard moved or left.
+                current = self.log.state.maps.get(shard_map.logical, shard_map)
+                here = next((each for each in current.shards if each.name == shard.name), None)
+                if here is None:
+                    return
+                why = await self._why_away(here, node_of_shard(current, here))
+                if why is None:
+                    break
+                if not known:
+                    known = True
+                    logger.warning("shard %r is away: %s", shard.name, why)
+                    # What keeps one shard of a node from answering mostly keeps all of them.
+                    for sibling in current.shards_on(here.node):
+                        self.suspect(sibling, current)
+                await asyncio.sleep(self.options.probe_interval)
+        finally:
+            self.away.pop(shard.name, None)
+        if known:
+            logger.info("shard %r is back", shard.name)
+
+    async def _why_away(self, shard: Shard, node: Node) -> str | None:
+        """Ask the shard's own node: others would hold the question for 64 s if it is down.
+
+        Where that node can't be reached from here (only through a balancer, say), ask the node
+        that the control plane is on, once for each look.
+        """
+        try:
+            async with asyncio.timeout(self.options.answer_timeout):
+                session = await self.open_at(node)
+                try:
+                    await (await session.channel()).declare(shard.name, passive=True)
+                finally:
+                    await session.close(timeout=0.5)
+        except Refused as error:
+            return error.text
+        except (RemoteError, TimeoutError) as error:
+            if node.name in self._reached:
+                return _sentence(error)
+            seen = await self.look_at([shard.name], known_away=True)
+            return None if seen.get(shard.name) else _sentence(error)
+        except Exception as error:
+            logger.exception("probing %r failed", shard.name)
+            return _sentence(error)
+        return None
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error) or "no answer in time"
+
+
+def node_of_shard(shard_map: ShardMap, shard: Shard) -> Node:
+    return next(node for node in shard_map.nodes if node.name == shard.node)

@@ -1,0 +1,186 @@
+"""The management API of one node, with the standard library."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+import pika
+import pika.channel
+import pika.exceptions
+
+from sharding.amqp.addresses import checked_parts
+from sharding.errors import RemoteError
+from sharding.maps.planning import Member
+from sharding.maps.shard_map import Address, Node
+
+_LONGEST_REASON = 4_096
+
+
+class NoAnswer(RemoteError, ConnectionError):
+    """The API did not answer, or refused; `status` is the HTTP status where there was one, and
+    `reason` what the broker said to it. `in_time` is false if the time was up."""
+
+    def __init__(
+        self, text: str, status: int | None = None, reason: str = "", in_time: bool = True
+    ) -> None:
+        super().__init__(text)
+        self.status = status
+        self.reason = reason
+        self.in_time = in_time
+
+
+@dataclass(frozen=True)
+class Management:
+    """
+    >>> Management("http://localhost:15672")
+    Management(url='http://localhost:15672', user='guest')
+    """
+
+    url: str
+    user: str = "guest"
+    password: str = field(default="guest", repr=False)
+
+    def get(self, *path: str, timeout: float = 10) -> Any:
+        return self.call("GET", *path, timeout=timeout)
+
+    def call(self, method: str, *path: str, body: object = None, timeout: float = 10) -> Any:
+        """One request; each part of the path is quoted, so a vhost is written as it is."""
+        quoted = "/".join(urllib.parse.quote(part, safe="") for part in path)
+        request = urllib.request.Request(
+            f"{self.url}/api/{quoted}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", "Authorization": self._authorization()},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                content = answer.read()
+            return json.loads(content) if content else None
+        except urllib.error.HTTPError as error:
+            with error:
+                reason = _reason(error.read(_LONGEST_REASON)) or str(error.reason)
+                what = f"{method} {self.url}/api/{quoted}: {error.code} {reason}"
+                raise NoAnswer(what, error.code, reason) from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            # While connecting, urllib wraps it.
+            cause = getattr(error, "reason", error)
+            in_time = not isinstance(cause, TimeoutError)
+            what = f"{method} {self.url}/api/{quoted}: {error}"
+            raise NoAnswer(what, in_time=in_time) from None
+
+    def _authorization(self) -> str:
+        return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
+
+
+def _reason(body: bytes) -> str:
+    """What the broker says of a refusal: `{"error": …, "reason": …}`, unless it is no broker."""
+    try:
+        return " ".join(str(json.loads(body)["reason"]).split())
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def management_api(url: str, amqp: pika.URLParameters | None = None) -> Management:
+    """User and password are those in the URL, else those of the AMQP connection, else guest's."""
+    parts = checked_parts("management_urls", url, ("http", "https"))
+    host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
+    port = f":{parts.port}" if parts.port else ""
+    address = f"{parts.scheme}://{host}{port}{parts.path.rstrip('/')}"
+    credentials: Any = pika.PlainCredentials("guest", "guest") if amqp is None else amqp.credentials
+    return Management(
+        address,
+        unquote(parts.username) if parts.username else credentials.username,
+        unquote(parts.password) if parts.password else credentials.password,
+    )
+
+
+_EVERYWHERE = {"", "::", "0.0.0.0", "0:0:0:0:0:0:0:0"}
+
+
+class ClusterView:
+    """The management API of whichever node answers."""
+
+    def __init__(self, apis: Sequence[Management]) -> None:
+        self._apis = list(apis)
+
+    def __bool__(self) -> bool:
+        return bool(self._apis)
+
+    def ask(self, method: str, *path: str, body: object = None, timeout: float = 5) -> Any:
+        """One question to the first API that answers; a refusal with a status is an answer."""
+        problem: NoAnswer | None = None
+        for api in list(self._apis):
+            try:
+                answer = api.call(method, *path, body=body, timeout=timeout)
+            except NoAnswer as error:
+                if error.status is not None and error.status < 500:
+                    raise
+                problem = error
+                continue
+            self._prefer(api)
+            return answer
+        raise problem or NoAnswer("no management URL is given")
+
+    def members(self, tls: bool = False) -> list[Member]:
+        overview = self.ask("GET", "overview")
+        nodes = self.ask("GET", "nodes")
+        return members_from(nodes, overview.get("listeners", []), tls)
+
+    def version(self) -> tuple[int, ...]:
+        text = self.ask("GET", "overview")["rabbitmq_version"]
+        return tuple(int(part) for part in text.split(".")[:2])
+
+    def queue_node(self, vhost: str, queue: str) -> str | None:
+        """Where a queue lives; None if there is no such queue."""
+        try:
+            found = self.ask("GET", "queues", vhost, queue)
+        except NoAnswer as error:
+            if error.status == 404:
+                return None
+            raise
+        return str(found["node"]) if found.get("node") else None
+
+    def _prefer(self, api: Management) -> None:
+        # Made anew and not changed in place: several threads ask at once.
+        self._apis = [api, *(each for each in self._apis if each is not api)]
+
+
+def members_from(
+    nodes: Iterable[Mapping[str, Any]], listeners: Iterable[Mapping[str, Any]], tls: bool = False
+) -> list[Member]:
+    """Members from what the management API says of nodes and listeners."""
+    wanted = "amqp/ssl" if tls else "amqp"
+    found = {
+        node: tuple(address for protocol, address in each if protocol == wanted)
+        for node, each in listeners_by_node(listeners).items()
+    }
+    return [
+        Member(Node(node["name"], found.get(node["name"], ())), bool(node.get("running")))
+        for node in sorted(nodes, key=lambda node: str(node["name"]))
+    ]
+
+
+def listeners_by_node(
+    listeners: Iterable[Mapping[str, Any]],
+) -> dict[str, list[tuple[str, Address]]]:
+    """Where each node listens, with the broker's word for the protocol, each place once.
+
+    A listener on all interfaces is reached under the host in the node's name.
+    """
+    found: dict[str, list[tuple[str, Address]]] = {}
+    for listener in listeners:
+        node, address = str(listener["node"]), str(listener["ip_address"])
+        host = node.partition("@")[2] if address in _EVERYWHERE else address
+        entry = str(listener["protocol"]), Address(host, int(listener["port"]))
+        if entry not in found.setdefault(node, []):
+            found[node].append(entry)
+    return found

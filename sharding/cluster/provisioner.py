@@ -1,0 +1,263 @@
+"""The manager: from a policy and the running nodes to shards that exist where they should.
+
+The order of work keeps every map true: declare, look where the queue landed, bind, and only then
+append the map. Any process may do it, several at once too: declaring twice does no harm, and the
+log lets one of two equal maps win. No queue that holds messages is ever deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sharding.amqp.session import Channel, Refused, Session
+from sharding.cluster.control_plane import ControlPlane
+from sharding.cluster.management import NoAnswer
+from sharding.errors import InvalidInput, Unreachable
+from sharding.maps.map_log import State
+from sharding.maps.naming import ShardName
+from sharding.maps.planning import Member, next_map, wanted_shards
+from sharding.maps.policy import Policy, policy_for
+from sharding.maps.shard_map import Shard, ShardMap
+
+logger = logging.getLogger("warren.manager")
+
+# Above whatever moved the queues; RabbitMQ applies the one policy of the highest priority.
+LOCATOR_PRIORITY = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Ensured:
+    """What `ensure` did: the map in force, and what the operator should know."""
+
+    shard_map: ShardMap
+    notes: tuple[str, ...] = ()
+
+
+class Manager:
+    """Works on the control plane's loop."""
+
+    def __init__(self, plane: ControlPlane, vhost: str) -> None:
+        self._plane = plane
+        self._vhost = vhost
+        self._notes: list[str] = []
+
+    async def ensure(self, logical: str, found: Sequence[Shard] = ()) -> Ensured:
+        """Bring the shards in step with the policy; `found` are taken in as they are."""
+        result: list[ShardMap] = []
+
+        async def step(state: State) -> State | None:
+            proposed = await self._propose(logical, state, found)
+            result[:] = [proposed or state.maps[logical]]
+            return state.with_map(proposed) if proposed else None
+
+        state = await self._plane.change(step)
+        return Ensured(state.maps.get(logical, result[0]), tuple(dict.fromkeys(self._notes)))
+
+    async def _propose(self, logical: str, state: State, found: Sequence[Shard]) -> ShardMap | None:
+        current = state.maps.get(logical)
+        policy = policy_for(logical, state.policies.values())
+        if policy is None and current is not None:
+            policy = current.policy
+        if policy is None:
+            raise InvalidInput(
+                "logical queue", "must match a policy; set one with 'warren policy set'", logical
+            )
+        members = await self._plane.members()
+        existing = [*(current.shards if current else ()), *found]
+        shards = wanted_shards(logical, policy, members, existing)
+        exchange = await self._declare_exchange(logical, policy, current)
+        known = {shard.name: shard for shard in existing}
+        placed, tokens = await self._place(shards, known, members, policy, exchange)
+        if not placed:
+            raise Unreachable(f"no node can be reached to make shards of {logical!r} on")
+        return next_map(logical, policy, members, placed, tokens, current, exchange)
+
+    async def _declare_exchange(
+        self, logical: str, policy: Policy, current: ShardMap | None
+    ) -> str:
+        """The direct exchange of the shards: the logical name's own unless that is taken.
+
+        One that is in use already stays in use, whatever the policy says of durability now.
+        """
+        session = await self._plane.connected()
+        if current is not None and current.exchange == logical:
+            channel = await session.channel()
+            with suppress(Refused):
+                await channel.declare_exchange(logical, passive=True)
+                channel.close()
+                return logical
+        for name in (logical, f"warren: {logical}"):
+            channel = await session.channel()
+            try:
+                await channel.declare_exchange(name, durable=policy.durable)
+            except Refused as error:
+                if error.code != 406:
+                    raise
+                self._note(
+                    f"the exchange {name!r} exists and is not ours ({error.text}); messages go "
+                    f"through 'warren: {logical}' until it is removed"
+                )
+                continue
+            finally:
+                channel.close()
+            return name
+        raise InvalidInput(
+            "exchange", "must be a direct exchange or not exist", f"warren: {logical}"
+        )
+
+    async def _place(
+        self,
+        shards: Sequence[Shard],
+        known: Mapping[str, Shard],
+        members: Sequence[Member],
+        policy: Policy,
+        exchange: str,
+    ) -> tuple[list[Shard], dict[str, str]]:
+        """Declare and bind the shards of each running node, over a connection to that node.
+
+        A shard that the map has stays in it also where its node can't be reached now; a new one
+        that could not be made does not enter it.
+        """
+        tokens: dict[str, str] = {}
+        placed = {shard.name: shard for shard in shards}
+        names = {member.name for member in members}
+        for member in members:
+            own = [shard for shard in shards if _home(shard, names) == member.name]
+            if not own or not member.running:
+                continue
+            try:
+                session = await self._plane.open_at(member.node)
+            except Unreachable as error:
+                # The API calls a node that joins running seconds before it lists its listeners.
+                unmade = [shard.name for shard in own if shard.name not in known]
+                for name in unmade:
+                    del placed[name]
+                lacks = f"{len(unmade)} shards are not made on it yet, the next ensure makes them"
+                self._note(f"{error}; {lacks if unmade else 'its shards are left as they are'}")
+                continue
+            try:
+                tokens[member.name] = await session.reply_token()
+                for shard in own:
+                    placed[shard.name] = await self._place_one(
+                        session, member.name, shard, policy, exchange
+                    )
+            finally:
+                await session.close()
+        return [placed[shard.name] for shard in shards if shard.name in placed], tokens
+
+    async def _place_one(
+        self, session: Session, home: str, shard: Shard, policy: Policy, exchange: str
+    ) -> Shard:
+        """Make one shard on the node that `session` is connected to, or say where it is.
+
+        Where nobody can tell where it landed, what the map said of it stays.
+        """
+        await self._declare(session, shard, policy)
+        landed = await self._where(shard)
+        # Replicated queues have leaders that the broker moves; only classic ones have a home.
+        stays = policy.queue_arguments.get("x-queue-type", "classic") == "classic"
+        if stays and landed not in (None, home):
+            at_home = replace(shard, node=home)
+            if await self._bring_home(session, at_home, policy):
+                landed = await self._where(shard)
+        channel = await session.channel()
+        try:
+            await channel.bind(shard.name, exchange, shard.name)
+            if policy.routing_key is not None:
+                await channel.bind(shard.name, exchange, policy.routing_key)
+        finally:
+            channel.close()
+        return replace(shard, node=landed or shard.node)
+
+    async def _declare(self, session: Session, shard: Shard, policy: Policy) -> None:
+        channel = await session.channel()
+        try:
+            await channel.declare(
+                shard.name, durable=policy.durable, arguments=dict(policy.queue_arguments)
+            )
+        except Refused as error:
+            if error.code != 406:
+                raise
+            self._note(
+                f"{shard.name!r} exists with other properties and is used as it is: {error.text}"
+            )
+        finally:
+            channel.close()
+
+    async def _bring_home(self, session: Session, shard: Shard, policy: Policy) -> bool:
+        """Outrank the policy that moved a shard, and make it again, if it is empty and unused."""
+        try:
+            await asyncio.to_thread(self._set_locator_policy, shard.name)
+        except NoAnswer as error:
+            self._note(
+                f"shard {shard.name!r} is not on {shard.node}: a policy of the broker places "
+                f"queues, and this user may not set another ({error}; it needs 'policymaker')"
+            )
+            return False
+        channel: Channel = await session.channel()
+        try:
+            await channel.delete_empty(shard.name)
+        except Refused as error:
+            self._note(f"shard {shard.name!r} is not on {shard.node}, but in use: {error.text}")
+            return False
+        finally:
+            channel.close()
+        await self._declare(session, shard, policy)
+        return True
+
+    def _set_locator_policy(self, shard: str) -> None:
+        """Keep what the policy in force says of the shards, and change only where they live."""
+        view = self._plane.view
+        queue: dict[str, Any] = view.ask("GET", "queues", self._vhost, shard)
+        in_force = dict(queue.get("effective_policy_definition") or {})
+        # Older brokers read the classic queues' locator under its older name only.
+        key = "queue-leader-locator" if view.version() >= (3, 12) else "queue-master-locator"
+        definition = {**in_force, key: "client-local"}
+        # One policy for each logical queue: what is in force for this one is not for others.
+        name = ShardName.parse(shard)
+        assert name is not None  # only shards that are named after their node have a home
+        escaped = re.escape(name.logical)
+        view.ask(
+            "PUT",
+            "policies",
+            self._vhost,
+            locator_policy(name.logical),
+            body={
+                "pattern": f"^sharding: {escaped} - \\S+@\\S+ - [0-9]+$",
+                "apply-to": "queues",
+                "priority": LOCATOR_PRIORITY,
+                "definition": definition,
+            },
+        )
+        self._note(
+            f"set the policy {locator_policy(name.logical)!r}: another one moved shards elsewhere"
+        )
+
+    async def _where(self, shard: Shard) -> str | None:
+        """The node that a shard lives on; None where nobody can tell."""
+        if self._plane.view:
+            with suppress(NoAnswer):
+                return await asyncio.to_thread(self._plane.view.queue_node, self._vhost, shard.name)
+        return None
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.append(text)
+            logger.warning("%s", text)
+
+
+def locator_policy(logical: str) -> str:
+    """The name of the policy of ours that keeps the shards of a logical queue at home."""
+    return f"warren keeps shards of {logical}"[:200]
+
+
+def _home(shard: Shard, members: set[str]) -> str:
+    """The node that a shard belongs on: the one in its name, as long as there is such a node."""
+    name = ShardName.parse(shard.name)
+    return name.node if name is not None and name.node in members else shard.node

@@ -1,0 +1,432 @@
+"""`Topology`: what a process knows of shards and nodes, and the way to change it.
+
+One for each process. It runs the control plane in a thread of its own; its methods may be called
+from any thread, and those that ask the network have a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+import pika
+
+from sharding.amqp.addresses import amqp_parameters
+from sharding.amqp.session import Declared
+from sharding.cluster.control_plane import ControlPlane
+from sharding.cluster.control_plane import TopologyOptions as TopologyOptions
+from sharding.cluster.management import ClusterView, management_api
+from sharding.cluster.plugin_queues import FoundShards, find_shards
+from sharding.cluster.provisioner import Ensured, Manager
+from sharding.errors import InvalidInput, OutcomeUnknown, StaleMap, Unreachable, WarrenError
+from sharding.maps.consumer_spread import least_consumers
+from sharding.maps.differences import state_difference
+from sharding.maps.map_log import State
+from sharding.maps.naming import check_logical_name
+from sharding.maps.policy import Policy, policy_for
+from sharding.maps.shard_map import Node, ShardMap
+from sharding.metrics.sources import Subject
+
+logger = logging.getLogger("warren.topology")
+T = TypeVar("T")
+
+Listener = Callable[[State, State], None]
+
+_COUNTED = ("connects", "failed_connects", "disconnects", "refreshes", "map_changes")
+
+
+class Topology:
+    """The shard maps that all clients of the cluster agree on.
+
+    `urls` are AMQP URLs of one cluster, tried in turn. `management_urls` let it see which nodes
+    there are and where queues really live; user and password are those of the AMQP URL unless
+    given in them. With `maps` there is no log: the maps are these, for ever.
+    """
+
+    counted_as = Subject("topology")
+
+    def __init__(
+        self,
+        *urls: str,
+        management_urls: Sequence[str] = (),
+        maps: Iterable[ShardMap] | None = None,
+        options: TopologyOptions | None = None,
+    ) -> None:
+        if not urls:
+            raise InvalidInput("urls", "must name one broker at least", urls)
+        self.options = options or TopologyOptions()
+        self._fixed = None if maps is None else _fixed_state(maps)
+        self.claims = Claims()
+        self._homes: tuple[State | None, dict[str, str]] = (None, {})
+        self._pid = os.getpid()
+        self._listeners: list[Listener] = []
+        self._once_sharded: set[str] = set()
+        self._ready = threading.Event()
+        self._closed = False
+        parameters = [amqp_parameters(url) for url in urls]
+        view = ClusterView([management_api(url, parameters[0]) for url in management_urls])
+        self._loop = asyncio.new_event_loop()
+        self.vhost: str = parameters[0].virtual_host
+        self._urls, self._view = urls, view
+        self._plane: ControlPlane
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="warren-topology", daemon=True
+        )
+        self._thread.start()
+        started.wait()
+
+    def __enter__(self) -> Topology:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        places = ", ".join(f"{p.host}:{p.port}" for p in map(pika.URLParameters, self._urls))
+        return f"<Topology {places}, epoch {self._plane.log.state.epoch}>"
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop the control plane. The application's own connections are not touched."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(timeout)
+        except concurrent.futures.TimeoutError:
+            logger.warning("the control plane did not stop within %g s", timeout)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout)
+
+    # Reading
+
+    @property
+    def state(self) -> State:
+        """All policies and maps, no staler than the bound."""
+        if self._fixed is not None:
+            return self._fixed
+        plane = self._plane
+        if plane.validated_at is None:
+            self.wait_until_ready(self.options.start_timeout)
+        if plane.log.failure is not None:
+            raise plane.log.failure
+        assert plane.validated_at is not None
+        age = time.monotonic() - plane.validated_at
+        if age > self.options.max_staleness:
+            raise StaleMap(
+                f"the shard maps could not be checked for {age:.0f} s, at most "
+                f"{self.options.max_staleness:g} s are allowed (max_staleness): {plane.problem}"
+            )
+        return plane.log.state
+
+    def wait_until_ready(self, timeout: float) -> None:
+        """Wait until the log has been read once; `Unreachable` says why it was not."""
+        if self._fixed is not None:
+            return
+        deadline = time.monotonic() + timeout
+        while not self._ready.wait(0.1):
+            if self._plane.log.failure is not None:
+                raise self._plane.log.failure
+            if self._plane.denied:
+                raise Unreachable(f"every broker refuses this user: {self._plane.problem}")
+            if time.monotonic() > deadline:
+                raise Unreachable(
+                    f"the map log could not be read within {timeout:g} s: {self._plane.problem}"
+                )
+
+    def shard_map(self, logical: str) -> ShardMap | None:
+        return self.state.maps.get(logical)
+
+    def may_drop(self, exchange: str, routing_key: str) -> bool:
+        """Whether the broker may confirm a plain publish there and drop it.
+
+        A name whose map has gone may have left its exchange, which routes no key of the
+        application. And there is no queue of a sharded name that the default exchange could reach.
+        """
+        if exchange:
+            return exchange in self._once_sharded
+        return routing_key in (self._fixed or self._plane.log.state).maps
+
+    def policy_for(self, logical: str) -> Policy | None:
+        return policy_for(logical, self.state.policies.values())
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener(old, new)` on the control plane's thread at each change; returns undo."""
+        self._listeners.append(listener)
+
+        def unsubscribe() -> None:
+            with suppress(ValueError):  # undone before
+                self._listeners.remove(listener)
+
+        return unsubscribe
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """What the control plane has been doing, and how things are now; asks nobody."""
+        plane = self._plane
+        state = self._fixed or plane.log.state
+        now = {"epoch": state.epoch, "shards_away": len(plane.away)}
+        now |= {"nodes_down": len(plane.down_nodes), "logical_queues": len(state.maps)}
+        counts = dict.fromkeys(_COUNTED, 0) | plane.counts.copy() | now
+        if plane.validated_at is not None:
+            return counts | {"map_age_seconds": time.monotonic() - plane.validated_at}
+        return counts
+
+    def refresh(self, timeout: float = 5.0) -> None:
+        if self._fixed is None:
+            self._call(self._refresh(), timeout)
+
+    # Nodes and shards
+
+    def connection_parameters(self, node: str) -> Sequence[pika.ConnectionParameters]:
+        for shard_map in self.state.maps.values():
+            for known in shard_map.nodes:
+                if known.name == node and known.addresses:
+                    return self._plane.parameters_for(known)
+        return []
+
+    def consumer_counts(self, shards: Iterable[str]) -> dict[str, int | None]:
+        """Consumers of each shard now; None where it did not answer, left out where it is gone."""
+        return self._call(
+            self._plane.consumer_counts(list(shards)), self.options.answer_timeout + 1
+        )
+
+    def look_at(self, queues: Iterable[str]) -> dict[str, Declared | None]:
+        """Messages and consumers of each queue; None where it did not answer in time."""
+        return self._call(self._plane.look_at(list(queues)), self.options.answer_timeout + 1)
+
+    def when_counted(
+        self, shards: Iterable[str], then: Callable[[dict[str, int | None]], None]
+    ) -> None:
+        """Count consumers without waiting; `then` is called on the control plane's thread."""
+        if self._closed:
+            return
+        work = self._plane.consumer_counts(list(shards))
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future.add_done_callback(lambda done: None if done.cancelled() else then(done.result()))
+
+    def nodes(self) -> list[Node]:
+        """Every node that a map knows."""
+        found = {
+            node.name: node for shard_map in self.state.maps.values() for node in shard_map.nodes
+        }
+        return list(found.values())
+
+    def unavailable(self, shard: str) -> bool:
+        plane = self._plane
+        if shard in plane.away:
+            return True
+        return bool(plane.down_nodes) and self._node_of(shard) in plane.down_nodes
+
+    def _node_of(self, shard: str) -> str | None:
+        state = self._fixed or self._plane.log.state
+        if self._homes[0] is not state:
+            self._homes = (
+                state,
+                {each.name: each.node for known in state.maps.values() for each in known.shards},
+            )
+        return self._homes[1].get(shard)
+
+    def suspect(self, shard: str) -> None:
+        """Have a shard checked. A hint and nothing more, so it never raises."""
+        state = self._fixed or self._plane.log.state
+        for shard_map in state.maps.values():
+            for each in shard_map.shards:
+                if each.name == shard:
+                    with suppress(RuntimeError):  # closed
+                        self._loop.call_soon_threadsafe(self._plane.suspect, each, shard_map)
+
+    # Changing
+
+    def change(self, step: Callable[[State], State | None]) -> State:
+        """Append what `step` makes of the newest state; asked again if somebody was faster."""
+
+        async def asynchronously(state: State) -> State | None:
+            return step(state)
+
+        return self._changed(self._plane.change(asynchronously))
+
+    def set_policy(self, policy: Policy) -> State:
+        return self.change(
+            lambda state: (
+                None if state.policies.get(policy.name) == policy else state.with_policy(policy)
+            )
+        )
+
+    def clear_policy(self, name: str) -> State:
+        return self.change(
+            lambda state: state.without_policy(name) if name in state.policies else None
+        )
+
+    def ensure(self, logical: str) -> Ensured:
+        """Make the shards of a logical queue be what its policy says, and record where they are."""
+        check_logical_name(logical)
+        manager = Manager(self._plane, self.vhost)
+        return self._changed(manager.ensure(logical))
+
+    def find_shards(self, logical: str) -> FoundShards:
+        """The queues in the broker that are named as shards of `logical`, the plugin's say."""
+        check_logical_name(logical)
+        return find_shards(self._view, self.vhost, logical)
+
+    def adopt(self, found: FoundShards) -> Ensured:
+        """Take queues that exist into a map, with their names and messages."""
+        self.set_policy(found.policy())
+        manager = Manager(self._plane, self.vhost)
+        return self._changed(manager.ensure(found.logical, found.shards))
+
+    def ensure_all(self) -> list[Ensured]:
+        """The same for every logical queue that is sharded; the first failure is raised last."""
+        done, failure = [], None
+        for logical in sorted(self.state.maps):
+            try:
+                done.append(self.ensure(logical))
+            except WarrenError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return done
+
+    def forget(self, logical: str) -> State:
+        """Stop sharding a name. Its queues and their messages stay where they are."""
+        return self.change(
+            lambda state: state.without_map(logical) if logical in state.maps else None
+        )
+
+    # The thread
+
+    def _run(self, started: threading.Event) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.call_soon(self._start, started)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    def _start(self, started: threading.Event) -> None:
+        has_log = self._fixed is None
+        self._plane = ControlPlane(self._urls, self._view, self.options, self._on_change, has_log)
+        self._plane.start()
+        self._announcement = self._loop.create_task(self._announce())
+        started.set()
+
+    async def _stop(self) -> None:
+        self._announcement.cancel()
+        await self._plane.stop()
+
+    async def _announce(self) -> None:
+        await self._plane.connected()
+        self._ready.set()
+
+    async def _refresh(self) -> None:
+        await self._plane.refresh(await self._plane.connected())
+
+    def _on_change(self, old: State, new: State) -> None:
+        self._plane.counts["map_changes"] += 1
+        self._once_sharded |= old.maps.keys() - new.maps.keys()
+        # What was there before this process is no news, though it is read record by record.
+        level = logging.DEBUG if self._plane.validated_at is None else logging.INFO
+        for sentence in state_difference(old, new):
+            logger.log(level, "%s", sentence)
+        for listener in list(self._listeners):
+            try:
+                listener(old, new)
+            except Exception:
+                logger.exception("a listener of the topology failed")
+
+    def _changed(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._fixed is not None:
+            work.close()
+            raise InvalidInput("maps", "must not be given where maps are to be changed", "maps=…")
+        return self._call(work, self.options.change_timeout + 1)
+
+    def _why_unusable(self) -> str | None:
+        if self._closed:
+            return "the topology is closed"
+        if os.getpid() != self._pid:
+            return "this topology was made before a fork; make one in each process"
+        if threading.current_thread() is self._thread:
+            return "a listener of the topology can't wait for the topology"
+        return None
+
+    def _call(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        problem = self._why_unusable()
+        if problem is not None:
+            work.close()
+            raise Unreachable(problem)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout)
+        except (TimeoutError, concurrent.futures.TimeoutError):
+            future.cancel()
+            if self._plane.validated_at is None:  # the log is read before anything is changed
+                raise Unreachable(
+                    f"no broker was reached within {timeout:g} s, and nothing was sent: "
+                    f"{self._plane.problem}"
+                ) from None
+            raise OutcomeUnknown(
+                f"no answer within {timeout:g} s ({self._plane.problem}); it may take effect yet"
+            ) from None
+        except concurrent.futures.CancelledError:
+            raise Unreachable("the topology was closed") from None
+        except OSError as error:
+            if isinstance(error, WarrenError):
+                raise
+            raise Unreachable(str(error)) from None
+
+
+def _fixed_state(maps: Iterable[ShardMap]) -> State:
+    by_name = {shard_map.logical: shard_map for shard_map in maps}
+    return State(max((m.epoch for m in by_name.values()), default=0), {}, by_name)
+
+
+class Routing(Protocol):
+    """The view of a `Topology` that channels and publishers work with. Safe from any thread."""
+
+    def shard_map(self, logical: str) -> ShardMap | None:
+        """The map in force, or None if the name is not sharded. Never waits for the network.
+
+        Raises `StaleMap` if the map could not be checked for longer than the bound.
+        """
+
+    def connection_parameters(self, node: str) -> Sequence[pika.ConnectionParameters]:
+        """How to connect to a node, the best way first; empty if no address is known."""
+
+    def unavailable(self, shard: str) -> bool:
+        """Whether the shard is known to be away at this moment."""
+
+    def suspect(self, shard: str) -> None:
+        """Say that a publish to the shard failed: it is checked at once, and until it is back."""
+
+    def refresh(self, timeout: float) -> None:
+        """Read the map log up to its end; for whoever finds that its map may be old."""
+
+
+class Claims:
+    """Consumers of this process that are on their way and in no count yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counter: Counter[str] = Counter()
+
+    def choose(self, counts: Mapping[str, int | None]) -> str | None:
+        with self._lock:
+            shard = least_consumers(counts, self._counter)
+            if shard is not None:
+                self._counter[shard] += 1
+            return shard
+
+    def settle(self, shard: str) -> None:
+        """The consumer has arrived, or never will."""
+        with self._lock:
+            self._counter[shard] -= 1

@@ -1,0 +1,194 @@
+"""The examination: what is looked at, in which order, and what follows from what."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from sharding.doctor.findings import Finding, judge_versions, problem, warning
+from sharding.doctor.nodes import (
+    MOST_AT_ONCE,
+    ClusterSeen,
+    Dealt,
+    deal,
+    dial_all,
+    judge_addresses,
+    judge_balancer,
+    judge_running,
+    judge_streams_enabled,
+    look_at,
+)
+from sharding.doctor.permissions import judge_monitoring, judge_rights, try_amqp, try_streams
+from sharding.doctor.reach import Place, Protocol, Reached, judge_place, probe, who_answers
+from sharding.errors import WarrenError
+from sharding.maps.naming import check_logical_name, check_name
+from sharding.stream.network.dialing import resolved
+from sharding.stream.protocol import Broker
+
+logger = logging.getLogger("warren.doctor")
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What is known before the checks of the cluster begin."""
+
+    reached: Sequence[Reached]
+    cluster: ClusterSeen
+    scratch: str
+    timeout: float
+
+    def working(self, protocol: Protocol) -> list[Reached]:
+        return [each for each in self.reached if each.works and each.place.protocol is protocol]
+
+    def wants(self, protocol: Protocol) -> bool:
+        return any(each.place.protocol is protocol for each in self.reached)
+
+
+def examine(
+    places: Sequence[Place], *, timeout: float = 5.0, scratch: str = "warren.doctor"
+) -> list[Finding]:
+    """Every check, in order. `timeout` bounds each question; nothing is left in the broker."""
+    name = f"{check_logical_name(scratch)}.{secrets.token_hex(4)}"
+    check_name("scratch", f"{name}.stream")
+    with ThreadPoolExecutor(MOST_AT_ONCE) as threads:
+        reached = list(threads.map(lambda place: probe(place, timeout), places))
+    apis = [each.place for each in reached if each.works and _is(each, Protocol.MANAGEMENT)]
+    cluster = look_at(apis[0].management, timeout) if apis else ClusterSeen()
+    probed = Probed(reached, cluster, name, timeout)
+    return [finding for check in CHECKS for finding in _careful(check, probed)]
+
+
+def check_addresses(probed: Probed) -> list[Finding]:
+    return [judge_place(each) for each in probed.reached]
+
+
+def check_versions(probed: Probed) -> list[Finding]:
+    said = {str(each.place): each.version for each in probed.reached if each.works}
+    by_node = {node.name: node.version for node in probed.cluster.running if node.version}
+    return judge_versions(by_node or said)
+
+
+def check_cluster(probed: Probed) -> list[Finding]:
+    apis = probed.working(Protocol.MANAGEMENT)
+    if not apis:
+        if probed.wants(Protocol.MANAGEMENT):
+            return []  # why it does not work is said of its address
+        fix = "Give --management http://host:15672, of any node."
+        return [warning("nodes", "the cluster", "a look at every node", "no management URL", fix)]
+    tag = judge_monitoring(apis[0].place, probed.cluster)
+    if not probed.cluster.nodes:
+        return tag
+    return [
+        *tag,
+        *judge_running(probed.cluster),
+        *judge_streams_enabled(probed.cluster, probed.wants(Protocol.STREAMS)),
+    ]
+
+
+def check_amqp_addresses(probed: Probed) -> list[Finding]:
+    if not probed.wants(Protocol.AMQP):
+        return []
+    whose = {
+        address: node.name
+        for node in probed.cluster.running
+        for address in node.addresses(Protocol.AMQP)
+    }
+    tried = dial_all(whose, probed.timeout)
+    return judge_addresses(Protocol.AMQP, tried, whose)
+
+
+def check_balancers(probed: Probed) -> list[Finding]:
+    count = len(probed.cluster.running)
+    findings: list[Finding] = []
+    for reached in [*probed.working(Protocol.AMQP), *probed.working(Protocol.STREAMS)]:
+        place = reached.place
+        own = is_own_address(reached, probed.cluster, probed.timeout)
+        if own:
+            seen = Counter([reached.node])
+        else:
+            seen = deal(count, partial(who_answers, place, probed.timeout))
+        findings += judge_balancer(Dealt(place, seen, own), count)
+    return findings
+
+
+def is_own_address(reached: Reached, cluster: ClusterSeen, timeout: float) -> bool | None:
+    """Whether a place is the address of a node itself; None if nothing says so or otherwise."""
+    place = reached.place
+    own = [address for node in cluster.nodes for address in node.addresses(place.protocol)]
+    if place.protocol is Protocol.STREAMS and reached.node:
+        host, _, port = reached.node.rpartition(":")
+        own.append(Broker(host, int(port)))
+    if not own:
+        return None
+    here = _numeric(place.address, timeout)
+    return any(here & _numeric(address, timeout) for address in own)
+
+
+def check_amqp_permissions(probed: Probed) -> list[Finding]:
+    for reached in probed.working(Protocol.AMQP)[:1]:
+        rights = try_amqp(reached.place, probed.scratch, probed.timeout)
+        return judge_rights(rights)
+    return []
+
+
+def check_streams(probed: Probed) -> list[Finding]:
+    """Rights on streams, and whether the nodes that hold one can be dialled as they say."""
+    for reached in probed.working(Protocol.STREAMS)[:1]:
+        count = len(probed.cluster.running)
+        rights, advertised = try_streams(reached.place, probed.scratch, count, probed.timeout)
+        answered = [Broker(*_split(each.node)) for each in probed.working(Protocol.STREAMS)]
+        whose = {address: f"{address}, as advertised" for address in [*advertised, *answered]}
+        tried = dial_all(whose, probed.timeout)
+        return [
+            *judge_rights(rights),
+            *judge_addresses(Protocol.STREAMS, tried, whose),
+        ]
+    return []
+
+
+CHECKS: tuple[Callable[[Probed], list[Finding]], ...] = (
+    check_addresses,
+    check_versions,
+    check_cluster,
+    check_amqp_addresses,
+    check_balancers,
+    check_amqp_permissions,
+    check_streams,
+)
+
+
+def _careful(check: Callable[[Probed], list[Finding]], probed: Probed) -> list[Finding]:
+    """A check that fails hides none of the others."""
+    try:
+        return check(probed)
+    except Exception as error:
+        logger.debug("a check failed", exc_info=True)
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        # Its text is not shown: nobody knows what is in it.
+        found = f"the check failed: {type(error).__name__}"
+        fix = "Try again; if it stays, report it with the log at the level DEBUG."
+        return [problem(name, "the doctor", "an answer", found, fix)]
+
+
+def _is(reached: Reached, protocol: Protocol) -> bool:
+    return reached.place.protocol is protocol
+
+
+def _split(node: str) -> tuple[str, int]:
+    host, _, port = node.rpartition(":")
+    return host, int(port)
+
+
+def _numeric(address: Broker, timeout: float) -> set[tuple[str, int]]:
+    """Every address of a name, so that two names of one host compare as equal."""
+    try:
+        found = resolved(address, time.monotonic() + timeout)
+    except WarrenError:
+        return {(address.host, address.port)}
+    return {(str(where[0]), int(where[1])) for _, where in found}

@@ -1,0 +1,38 @@
+"""Spreading consumers over shards: who goes where, and who moves when a herd came."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+
+def least_consumers(counts: Mapping[str, int | None], on_their_way: Counter[str]) -> str | None:
+    """The shard with the fewest consumers, the first one of equals; None if none answers."""
+    answering = {name: count for name, count in counts.items() if count is not None}
+    return min(answering, key=lambda name: answering[name] + on_their_way[name], default=None)
+
+
+def better_shard(
+    mine: str, counts: Mapping[str, int | None], draw: Callable[[], float]
+) -> str | None:
+    """Where a consumer should move to because a herd came to its shard; None to stay.
+
+    Clients that looked at the same moment all chose the same shard. Each moves with just the
+    probability that sends the surplus away, so that they do not all move on together. `draw` gives
+    random numbers from 0 to 1, such as `random.random`.
+    """
+    answering = {name: count for name, count in counts.items() if count is not None}
+    if mine not in answering or answering[mine] - min(answering.values()) < 2:
+        return None
+    surplus = answering[mine] - sum(answering.values()) / len(answering)
+    if draw() >= surplus / answering[mine]:
+        return None
+    least = min(answering.values())
+    places = [name for name, count in answering.items() if count == least]
+    return places[int(draw() * len(places))]
+
+
+def is_even(counts: Mapping[str, int | None]) -> bool:
+    """Whether no shard that answers has two consumers more than another."""
+    answering = [count for count in counts.values() if count is not None]
+    return not answering or max(answering) - min(answering) < 2

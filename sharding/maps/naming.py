@@ -1,0 +1,102 @@
+"""Names of logical queues, nodes and shards: how they are made, read and checked.
+
+The shard names are the sharding plugin's own, `sharding: <logical> - <node> - <index>`, so that
+queues it made can be taken over as they are. A logical name may itself contain " - "; a node name
+can't contain a space, so reading from the right is unambiguous.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sharding.errors import InvalidInput
+from sharding.maps.json_fields import is_text, is_whole
+
+MAX_NAME_BYTES = 255
+"""AMQP 0-9-1 sends names as short strings: one length byte."""
+
+_SHARD_NAME = re.compile(
+    r"sharding: (?P<logical>.+) - (?P<node>\S+@\S+) - (?P<index>0|[1-9][0-9]*)", re.DOTALL
+)
+_NODE_NAME = re.compile(r"[^\s@]+@[^\s@]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardName:
+    """What the name of a shard queue says."""
+
+    logical: str
+    node: str
+    index: int
+
+    def __post_init__(self) -> None:
+        check_logical_name(self.logical)
+        check_node_name(self.node)
+        _check_index(self.index)
+        check_name("shard name", str(self))
+
+    def __str__(self) -> str:
+        """
+        >>> str(ShardName("images", "rabbit@rmq0", 1))
+        'sharding: images - rabbit@rmq0 - 1'
+        """
+        return f"sharding: {self.logical} - {self.node} - {self.index}"
+
+    @classmethod
+    def parse(cls, name: str) -> ShardName | None:
+        """Read a queue's name; None if it is not the name of a shard.
+
+        >>> ShardName.parse("sharding: a - b - rabbit@rmq0 - 1")
+        ShardName(logical='a - b', node='rabbit@rmq0', index=1)
+        """
+        match = _SHARD_NAME.fullmatch(name)
+        if match is None:
+            return None
+        try:
+            return cls(match["logical"], match["node"], int(match["index"]))
+        except ValueError:
+            return None
+
+
+def partition_name(super_stream: str, index: int) -> str:
+    """The stream that is partition `index` of a super stream, as RabbitMQ's own tools name it."""
+    return check_name("partition name", f"{check_logical_name(super_stream)}-{_check_index(index)}")
+
+
+def check_logical_name(name: str) -> str:
+    """Return `name` if it can name a logical queue, else raise."""
+    check_name("logical queue", name)
+    if name.startswith("amq."):
+        raise InvalidInput("logical queue", "must not start with 'amq.', which is reserved", name)
+    return name
+
+
+def check_node_name(name: str) -> str:
+    """Return `name` if it can name a RabbitMQ node, else raise."""
+    check_name("node", name)
+    if not _NODE_NAME.fullmatch(name):
+        raise InvalidInput("node", "must look like 'rabbit@host'", name)
+    return name
+
+
+def check_name(field: str, name: str) -> str:
+    """Return `name` if AMQP can carry it as a name, else raise an error that speaks of `field`."""
+    if not isinstance(name, str):
+        raise InvalidInput(field, "must be text", name)
+    if not name:
+        raise InvalidInput(field, "must not be empty", name)
+    if "\0" in name:
+        raise InvalidInput(field, "must not contain NUL", name)
+    if not is_text(name):
+        raise InvalidInput(field, "must be text that UTF-8 can express", name)
+    size = len(name.encode())
+    if size > MAX_NAME_BYTES:
+        raise InvalidInput(field, f"must be at most {MAX_NAME_BYTES} bytes, not {size}", name)
+    return name
+
+
+def _check_index(index: int) -> int:
+    if not is_whole(index) or index < 0:
+        raise InvalidInput("index", "must be a whole number from 0", index)
+    return index
