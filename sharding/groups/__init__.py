@@ -3,14 +3,14 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sharding.groups.delivery import BatchFailed, Delivery, GroupFailed
+from sharding.groups.handling.delivery import BatchFailed, Delivery, GroupFailed
 from sharding.groups.options import GroupOptions, Retry
-from sharding.groups.queue_group import ConsumerGroup
+from sharding.groups.queues.group import ConsumerGroup
 
 if TYPE_CHECKING:
-    from sharding.groups.aio_group import AioConsumerGroup
-    from sharding.groups.stream_group import StreamConsumerGroup
-    from sharding.groups.stream_options import StreamGroupOptions
+    from sharding.groups.options import StreamGroupOptions
+    from sharding.groups.queues.aio_group import AioConsumerGroup
+    from sharding.groups.streams.group import StreamConsumerGroup
 
 __all__ = [
     "AioConsumerGroup",
@@ -26,9 +26,9 @@ __all__ = [
 
 # What needs an extra (aio-pika, say) or much else is loaded when it is asked for.
 _LOADED_LATE = {
-    "AioConsumerGroup": "sharding.groups.aio_group",
-    "StreamConsumerGroup": "sharding.groups.stream_group",
-    "StreamGroupOptions": "sharding.groups.stream_options",
+    "AioConsumerGroup": "sharding.groups.queues.aio_group",
+    "StreamConsumerGroup": "sharding.groups.streams.group",
+    "StreamGroupOptions": "sharding.groups.options",
 }
 
 

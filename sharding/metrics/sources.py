@@ -1,4 +1,12 @@
-"""Every metric by name: the one table, which docs/sight.md repeats."""
+"""What is counted, under which names others see it, and how sources are added up: pure.
+
+A source is whatever has `counters`. What it is, and whose, its `counted_as` says; a consumer group
+is known by its `shards`. A counter `hits` of a `routes` becomes `warren_routes_hits_total`.
+
+Sources of one kind with the same labels are added up, since two producers to one stream in one
+process are one series; of an age, an epoch or the longest of something, the greatest is
+taken.
+"""
 
 from __future__ import annotations
 

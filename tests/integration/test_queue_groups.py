@@ -25,8 +25,8 @@ from sharding.groups import (
     GroupFailed,
     Retry,
 )
-from sharding.groups.membership import exchange_of
-from sharding.groups.shard_reader import NotLockable
+from sharding.groups.queues.shard_reader import NotLockable
+from sharding.groups.queues.worker import exchange_of
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.sharded import fresh_queue, raw_channel, topology_of
@@ -248,7 +248,7 @@ def test_a_dead_letter_that_can_not_be_stored_is_kept(
 def test_a_handler_that_hangs_loses_its_thread_and_no_other_message(
     cluster: Cluster, topology: Topology, images: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = patient.StandingClock(monkeypatch, "queue_group")
+    clock = patient.StandingClock(monkeypatch, "queues.group")
     hangs, let_go = threading.Event(), threading.Event()
 
     def fail(delivery: Delivery) -> None:
@@ -292,7 +292,7 @@ def test_too_many_hanging_handlers_end_the_worker_with_an_error(
     wait_until(lambda: messages_left(topology, images) >= 37)
 
 
-def test_a_batch_that_fails_halfway_loses_nothing_and_buries_only_the_poison(
+def test_a_batch_that_fails_halfway_loses_nothing_and_gives_up_only_the_poison(
     cluster: Cluster, topology: Topology, images: str
 ) -> None:
     handled: list[int] = []
@@ -374,7 +374,7 @@ def test_the_stop_is_told_of_when_nothing_more_is_begun(
     with group:
         assert begun.wait(PATIENCE)
         wait_until(lambda: group.counters["in_hand"] == 50)
-        monkeypatch.setattr("sharding.groups.queue_group.logger.info", told)
+        monkeypatch.setattr("sharding.groups.queues.group.logger.info", told)
     assert len(log.handled) == 1
 
 

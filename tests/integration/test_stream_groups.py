@@ -22,7 +22,7 @@ from sharding.groups import (
     StreamConsumerGroup,
     StreamGroupOptions,
 )
-from sharding.groups.stream_members import members_stream
+from sharding.groups.streams.members import members_stream
 from sharding.stream import Message, StreamEnvironment, StreamNotFound
 from sharding.stream.errors import NotSupported
 from tests.cluster import Cluster, wait_until
@@ -284,7 +284,7 @@ def test_without_dead_letters_a_message_is_tried_without_end_and_other_keys_go_o
 def test_handler_that_hangs_is_left_and_its_message_a_dead_letter(
     environment: StreamEnvironment, events: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = patient.StandingClock(monkeypatch, "stream_group")
+    clock = patient.StandingClock(monkeypatch, "streams.group")
     hangs, let_go = threading.Event(), threading.Event()
 
     def fail(delivery: Delivery) -> None:

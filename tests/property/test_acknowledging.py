@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.groups.acknowledging import Acknowledgements
+from sharding.groups.queues.shard_reader import Acknowledgements
 
 
 class Broker:

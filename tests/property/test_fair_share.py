@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.groups.fair_share import decide, fair_shares
+from sharding.groups.sharing.assignment import decide, fair_shares
 
 Held = dict[str, frozenset[str]]
 

@@ -15,7 +15,7 @@ import pytest
 
 from sharding.cluster.topology import TopologyOptions
 from sharding.groups import GroupOptions, StreamGroupOptions
-from sharding.groups.workshop import Workshop
+from sharding.groups.handling.threads import HandlerThreads
 from sharding.stream.routes.rules import RouteOptions
 from tests.cluster.waiting import PATIENCE
 
@@ -55,15 +55,15 @@ def stream_group(**options: Any) -> StreamGroupOptions:
 
 
 class StandingClock:
-    """The time of a group's workshop, which passes only when the test says so.
+    """The time of a group's runner, which passes only when the test says so.
 
     Else a short `handler_timeout` would also end on handlers that the machine held up.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
         self._now = time.monotonic()
-        standing = partial(Workshop, clock=lambda: self._now)
-        monkeypatch.setattr(f"sharding.groups.{module}.Workshop", standing)
+        standing = partial(HandlerThreads, clock=lambda: self._now)
+        monkeypatch.setattr(f"sharding.groups.{module}.HandlerThreads", standing)
 
     def advance(self, seconds: float) -> None:
         self._now += seconds

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import aiormq
 import pytest
 
-from sharding.groups.aio_transport import AioChannel
+from sharding.groups.queues.aio_transport import AioChannel
 
 
 def test_whoever_asks_may_be_cancelled_the_question_is_not(

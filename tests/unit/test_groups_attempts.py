@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sharding.groups.attempts import REFUSALS_WORTH_A_WARNING, Attempts
+from sharding.groups.sharing.assignment import REFUSALS_WORTH_A_WARNING, Attempts
 
 
 def test_attempts_keep_their_distance_until_one_succeeds() -> None:

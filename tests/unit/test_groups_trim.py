@@ -7,9 +7,8 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.groups.delivery import Delivery, Done, GivenBack, Outcome
-from sharding.groups.foreman import Foreman
-from sharding.groups.lanes import Job
+from sharding.groups.handling.delivery import Delivery, Done, GivenBack, Outcome
+from sharding.groups.handling.scheduler import Job, Scheduler
 from sharding.groups.options import GroupOptions, Retry
 
 RETRY = Retry(attempts=5, first_delay=1, factor=1, jitter=0)
@@ -20,25 +19,25 @@ class Shard:
 
     def __init__(self, keys: str, **options: int) -> None:
         self.ends: dict[int, Outcome] = {}
-        self.foreman = Foreman(
+        self.scheduler = Scheduler(
             GroupOptions(retry=RETRY, batch_wait=0, **options),  # type: ignore[arg-type]  # checked at run time
             chance=lambda: 0.5,
-            buried=lambda _: None,
+            on_stored=lambda _: None,
         )
         for number, key in enumerate(keys):
             delivery = Delivery(b"", key, "s", offset=number)
-            self.foreman.submit(key, delivery, partial(self.ends.__setitem__, number), 0)
+            self.scheduler.submit(key, delivery, partial(self.ends.__setitem__, number), 0)
 
     def finish(self, job: Job, end: BaseException | None = None, now: float = 0) -> None:
-        for ticket, outcome in self.foreman.finish(job, end, now):
+        for ticket, outcome in self.scheduler.finish(job, end, now):
             ticket.on_done(outcome)
 
     def trim(self) -> None:
-        for ticket, outcome in self.foreman.trim("s"):
+        for ticket, outcome in self.scheduler.trim("s"):
             ticket.on_done(outcome)
 
     def work(self, now: float = 0) -> None:
-        while (job := self.foreman.next_job(now)) is not None:
+        while (job := self.scheduler.next_job(now)) is not None:
             self.finish(job, now=now)
 
     def handled(self) -> list[int]:
@@ -49,7 +48,7 @@ class Shard:
 def test_what_is_handled_after_trimming_has_no_hole(keys: str, jobs: int, batch: int) -> None:
     shard = Shard(keys, batch_size=batch)
     for _ in range(jobs):
-        job = shard.foreman.next_job(10)
+        job = shard.scheduler.next_job(10)
         if job is not None:
             shard.finish(job, now=10)
     shard.trim()
@@ -58,15 +57,15 @@ def test_what_is_handled_after_trimming_has_no_hole(keys: str, jobs: int, batch:
     assert handled == list(range(len(handled)))
     given_back = [number for number, end in shard.ends.items() if isinstance(end, GivenBack)]
     assert sorted(given_back) == list(range(len(handled), len(keys)))
-    assert shard.foreman.in_hand == 0
+    assert shard.scheduler.in_hand == 0
 
 
 def test_what_waits_for_its_next_attempt_is_tried_again_and_what_came_later_given_back() -> None:
     shard = Shard("abbc")
-    first = shard.foreman.next_job(0)
+    first = shard.scheduler.next_job(0)
     assert first is not None
     shard.finish(first, ValueError())
-    second = shard.foreman.next_job(0)
+    second = shard.scheduler.next_job(0)
     assert second is not None
     shard.trim()
     assert shard.ends == {2: GivenBack(), 3: GivenBack()}
@@ -79,4 +78,4 @@ def test_shard_of_which_nothing_was_begun_is_given_back_whole() -> None:
     shard = Shard("abc")
     shard.trim()
     assert shard.ends == dict.fromkeys(range(3), GivenBack())
-    assert shard.foreman.next_job(0) is None
+    assert shard.scheduler.next_job(0) is None

@@ -14,11 +14,11 @@ import pytest
 
 from sharding.errors import InvalidInput, WarrenError
 from sharding.groups import BatchFailed, Delivery, GroupOptions, Retry, StreamConsumerGroup
-from sharding.groups.aio_transport import to_pamqp, to_pika
-from sharding.groups.announcements import Announcement, Kind, Roster
-from sharding.groups.dead_letters import dead_letter_properties
-from sharding.groups.delivery import Dead, Why, first_line
+from sharding.groups.handling.delivery import Dead, Why, first_line
+from sharding.groups.queues.aio_transport import to_pamqp, to_pika
+from sharding.groups.queues.shard_reader import dead_letter_properties
 from sharding.groups.running import SIGNALS, StopRequest, stopping_on_signals
+from sharding.groups.sharing.roster import Announcement, Kind, Roster
 from tests.cluster.waiting import PATIENCE
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from sharding.groups import Delivery, GroupOptions, Retry
-from sharding.groups.aio_workshop import AioWorkshop
-from sharding.groups.delivery import Dead, Done, GivenBack, Outcome
-from sharding.groups.workshop import Handler, Workshop
+from sharding.groups.handling.delivery import Dead, Done, GivenBack, Outcome
+from sharding.groups.handling.tasks import HandlerTasks
+from sharding.groups.handling.threads import Handler, HandlerThreads
 from tests.cluster import wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support.hand_time import run_without_waiting
@@ -27,23 +27,23 @@ class Ends:
     def __init__(self) -> None:
         self.told: queue.Queue[tuple[str, Outcome]] = queue.Queue()
 
-    def submit(self, workshop: Workshop | AioWorkshop, *names: str, shard: str = "s") -> None:
+    def submit(self, runner: HandlerThreads | HandlerTasks, *names: str, shard: str = "s") -> None:
         for name in names:
             delivery = Delivery(name.encode(), name[0], shard)
-            workshop.submit(name[0], delivery, lambda end, name=name: self.told.put((name, end)))  # type: ignore[misc]  # mypy can't type a default
+            runner.submit(name[0], delivery, lambda end, name=name: self.told.put((name, end)))  # type: ignore[misc]  # mypy can't type a default
 
     def take(self, count: int) -> dict[str, Outcome]:
         return dict(self.told.get(timeout=PATIENCE) for _ in range(count))
 
 
-def workshop(handler: Handler, **options: Any) -> Workshop:
-    return Workshop(handler, GroupOptions(**{"retry": QUICK, **options}))
+def runner(handler: Handler, **options: Any) -> HandlerThreads:
+    return HandlerThreads(handler, GroupOptions(**{"retry": QUICK, **options}))
 
 
 def test_handlers_run_side_by_side_up_to_the_parallelism() -> None:
     together = threading.Barrier(3, timeout=PATIENCE)
     ends = Ends()
-    shop = workshop(lambda _: together.wait(), parallelism=3)
+    shop = runner(lambda _: together.wait(), parallelism=3)
     ends.submit(shop, "a1", "b1", "c1")
     assert ends.take(3) == dict.fromkeys(("a1", "b1", "c1"), Done())
     assert shop.stop(PATIENCE)
@@ -61,7 +61,7 @@ def test_a_key_is_never_at_work_twice() -> None:
         busy[delivery.key] = False
 
     ends = Ends()
-    shop = workshop(handle, parallelism=8)
+    shop = runner(handle, parallelism=8)
     ends.submit(shop, *(f"{key}{number}" for number in range(50) for key in "abc"))
     ends.take(150)
     assert clashes == []
@@ -73,18 +73,18 @@ def test_even_an_exit_in_a_handler_is_only_a_failure() -> None:
         raise SystemExit(3)
 
     ends = Ends()
-    shop = workshop(handle)
+    shop = runner(handle)
     ends.submit(shop, "a1")
     dead = ends.take(1)["a1"]
     assert isinstance(dead, Dead)
     assert dead.error == "SystemExit: 3"
-    dead.buried()
+    dead.stored()
     assert shop.stop(PATIENCE)
 
 
 def test_after_the_end_everything_is_given_back() -> None:
     ends = Ends()
-    shop = workshop(lambda _: None)
+    shop = runner(lambda _: None)
     assert shop.stop(PATIENCE)
     ends.submit(shop, "a1")
     assert ends.take(1) == {"a1": GivenBack()}
@@ -93,7 +93,7 @@ def test_after_the_end_everything_is_given_back() -> None:
 def test_a_released_shard_is_told_when_its_last_handler_returns() -> None:
     let_go, released = threading.Event(), threading.Event()
     ends = Ends()
-    shop = workshop(lambda _: let_go.wait(PATIENCE))
+    shop = runner(lambda _: let_go.wait(PATIENCE))
     ends.submit(shop, "a1", "a2")
     wait_until(lambda: shop.counters["running"] == 1, PATIENCE)
     shop.release("s", released.set)
@@ -115,7 +115,7 @@ def test_an_owner_that_fails_ends_no_thread() -> None:
         raise RuntimeError("owner")
 
     ends = Ends()
-    shop = workshop(lambda _: None)
+    shop = runner(lambda _: None)
     shop.submit("a", Delivery(b"", "a", "s"), fail)
     ends.submit(shop, "b1")
     assert ends.take(1) == {"b1": Done()}
@@ -125,7 +125,7 @@ def test_an_owner_that_fails_ends_no_thread() -> None:
 def test_stopping_does_not_wait_longer_than_it_may() -> None:
     let_go = threading.Event()
     ends = Ends()
-    shop = workshop(lambda _: let_go.wait(PATIENCE))
+    shop = runner(lambda _: let_go.wait(PATIENCE))
     ends.submit(shop, "a1")
     wait_until(lambda: shop.counters["running"] == 1, PATIENCE)
     assert not shop.stop(0.05)
@@ -135,7 +135,7 @@ def test_stopping_does_not_wait_longer_than_it_may() -> None:
 
 def test_a_lease_that_ran_out_holds_messages_until_it_is_renewed() -> None:
     ends = Ends()
-    shop = workshop(lambda _: None)
+    shop = runner(lambda _: None)
     shop.set_lease("s", time.monotonic() - 1)
     ends.submit(shop, "a1")
     ends.submit(shop, "b1", shard="t")
@@ -150,12 +150,12 @@ def test_hanging_handlers_are_replaced_and_bounded() -> None:
     let_go, failed = threading.Event(), threading.Event()
     ends = Ends()
     options = GroupOptions(retry=QUICK, handler_timeout=0.05, max_lost_threads=1)
-    shop = Workshop(lambda _: let_go.wait(PATIENCE), options, on_failure=failed.set)
+    shop = HandlerThreads(lambda _: let_go.wait(PATIENCE), options, on_failure=failed.set)
     ends.submit(shop, "a1", "b1", "c1")
     for _ in range(2):
         [(_, dead)] = ends.take(1).items()
         assert isinstance(dead, Dead)
-        dead.buried()
+        dead.stored()
     assert failed.wait(PATIENCE)
     assert "2 handlers hang, 1 are borne" in str(shop.failure)
     let_go.set()
@@ -179,7 +179,7 @@ def test_asynchronous_handlers_keep_the_same_promises(stubborn: bool) -> None:
     async def main() -> None:
         ends = Ends()
         options = GroupOptions(retry=QUICK, handler_timeout=0.1, parallelism=3)
-        shop = AioWorkshop(handle, options, clock=asyncio.get_running_loop().time)
+        shop = HandlerTasks(handle, options, clock=asyncio.get_running_loop().time)
         ends.submit(shop, "a1", "a2", "b1", "b2", "c1")
         told: dict[str, Outcome] = {}
         async with asyncio.timeout(10):
@@ -189,7 +189,7 @@ def test_asynchronous_handlers_keep_the_same_promises(stubborn: bool) -> None:
                     name, end = ends.told.get_nowait()
                     told[name] = end
                     if isinstance(end, Dead):
-                        end.buried()
+                        end.stored()
         reasons = {n: (e.why, e.attempts) for n, e in told.items() if isinstance(e, Dead)}
         assert reasons == {"b1": ("failed", 2), "c1": ("timeout", 1)}
         assert {n for n, e in told.items() if e == Done()} == {"a1", "a2", "b2"}
@@ -213,7 +213,7 @@ def test_asynchronous_handlers_are_cancelled_when_stopping_takes_too_long() -> N
                 cancelled = True
                 raise
 
-        shop = AioWorkshop(handle, GroupOptions(), clock=asyncio.get_running_loop().time)
+        shop = HandlerTasks(handle, GroupOptions(), clock=asyncio.get_running_loop().time)
         ends.submit(shop, "a1", "a2")
         await begun.wait()
         assert not await shop.stop(0.05)

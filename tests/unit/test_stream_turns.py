@@ -15,13 +15,11 @@ from typing import Any, cast
 
 import pytest
 
-from sharding.groups.delivery import Dead, Delivery
-from sharding.groups.options import Retry
-from sharding.groups.stream_changes import Begins, Changes, Ends, Lost
-from sharding.groups.stream_counts import Counts
-from sharding.groups.stream_options import MAX_HANDOVER, StreamGroupOptions
-from sharding.groups.stream_partition import PartitionReader, Shared
-from sharding.groups.workshop import Workshop
+from sharding.groups.handling.delivery import Dead, Delivery
+from sharding.groups.handling.threads import HandlerThreads
+from sharding.groups.options import MAX_HANDOVER, Retry, StreamGroupOptions
+from sharding.groups.streams.group import Counts
+from sharding.groups.streams.partition import Begins, Changes, Ends, Lost, PartitionReader, Shared
 from sharding.stream.consuming.inbox import Inbox, Lane
 from sharding.stream.errors import StreamNotFound, refusal
 from sharding.stream.protocol import NEXT, Code, OffsetSpec
@@ -32,13 +30,13 @@ from tests.unit.fake_streams import FakeCluster
 COUNTED = ("taken", "released", "lost", "late_handovers", "losses", "stores", "dead_lettered")
 
 
-class Burials:
+class DeadLetterStore:
     """Stores a letter when it is told to."""
 
     def __init__(self) -> None:
         self.letters: list[tuple[Delivery, Dead, Callable[[], None]]] = []
 
-    def bury(
+    def store(
         self,
         delivery: Delivery,
         dead: Dead,
@@ -50,7 +48,7 @@ class Burials:
     def store_all(self) -> None:
         for _, dead, then in self.letters:
             then()
-            dead.buried()
+            dead.stored()
 
 
 class Worker:
@@ -64,21 +62,21 @@ class Worker:
         self.handled: list[int] = []
         self.begun = threading.Event()
         self.let_go = threading.Event()
-        self.burials = Burials()
+        self.dead_letters = DeadLetterStore()
         self._slow = slow
         self._stuck = stuck
         self._ends = threading.Event()
         chosen = StreamGroupOptions(
             **{"store_every_seconds": 1e6, "handover_timeout": MAX_HANDOVER, **options}
         )
-        self.workshop = Workshop(self._handle, chosen)
+        self.runner = HandlerThreads(self._handle, chosen)
         self.counts = Counts(COUNTED)
         self.shared = Shared(
             replace(self.cluster.access, clock=time.monotonic),
             chosen,
             chosen.reading("joe"),
-            self.workshop,
-            self.burials,
+            self.runner,
+            self.dead_letters,
             self.counts,
             lambda: None,
         )
@@ -101,7 +99,7 @@ class Worker:
     def wait_for_work(self, in_hand: int) -> None:
         """Until the slow message is at work, and so many with it are submitted."""
         assert self.begun.wait(PATIENCE)
-        wait_until(lambda: self.workshop.counters["in_hand"] == in_hand, PATIENCE)
+        wait_until(lambda: self.runner.counters["in_hand"] == in_hand, PATIENCE)
 
     def _handle(self, delivery: Delivery) -> None:
         offset = cast(int, delivery.offset)
@@ -119,7 +117,7 @@ class Worker:
         self._ends.set()
         self.reader.stop(time.monotonic() + PATIENCE)
         assert self.reader.join(time.monotonic() + PATIENCE)
-        self.workshop.stop(1)
+        self.runner.stop(1)
 
 
 @pytest.fixture
@@ -144,7 +142,7 @@ def test_the_answer_waits_for_what_is_at_work_and_the_offset_is_stored_before_it
     stored_at_answer: list[int | None] = []
     asked = worker.client.handlers[0].on_activity(False)
     asked.add_done_callback(lambda _: stored_at_answer.append(worker.stored))
-    wait_until(lambda: worker.workshop.counters["requeued"] == 6, PATIENCE)
+    wait_until(lambda: worker.runner.counters["requeued"] == 6, PATIENCE)
     assert not asked.done(), "the reading thread got a future at once, and no answer yet"
     worker.let_go.set()
     assert asked.result(PATIENCE) == NEXT
@@ -183,7 +181,7 @@ def test_the_offset_of_a_handover_has_time_to_be_stored(
         deadline, clock = arguments[4:6]
         left.append(deadline - clock())
 
-    monkeypatch.setattr("sharding.groups.stream_offsets.store_offset_surely", store)
+    monkeypatch.setattr("sharding.groups.streams.partition.store_offset_surely", store)
     worker = make(10)
     worker.take_turn()
     worker.wait_for_work(in_hand=7)
@@ -239,7 +237,7 @@ def test_a_lost_connection_ends_the_turn_without_storing(make: Callable[..., Wor
     worker.wait_for_work(in_hand=7)
     stored = worker.stored
     worker.client.lose()
-    wait_until(lambda: worker.workshop.counters["requeued"] == 6, PATIENCE)
+    wait_until(lambda: worker.runner.counters["requeued"] == 6, PATIENCE)
     worker.let_go.set()
     wait_until(lambda: worker.counts.all()["lost"] == 1, PATIENCE)
     assert worker.stored == stored, "another may have stored a later one by now"
@@ -251,9 +249,9 @@ def test_an_offset_passes_a_dead_letter_only_when_that_is_stored(
 ) -> None:
     worker = make(666, 3, slow=-1, store_every_messages=1, retry=Retry(attempts=1))
     worker.take_turn()
-    wait_until(lambda: worker.burials.letters, PATIENCE)
+    wait_until(lambda: worker.dead_letters.letters, PATIENCE)
     wait_until(lambda: worker.stored == 665, PATIENCE, lambda: f"stored {worker.stored}")
-    worker.burials.store_all()
+    worker.dead_letters.store_all()
     wait_until(lambda: worker.stored == 668, PATIENCE, lambda: f"stored {worker.stored}")
 
 

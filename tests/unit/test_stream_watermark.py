@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.errors import InvalidInput
-from sharding.groups.stream_watermark import Watermark
+from sharding.groups.streams.progress import Watermark
 
 
 def test_mark_waits_for_the_slowest_and_passes_offsets_that_were_no_messages() -> None:

@@ -1,4 +1,28 @@
-"""How eagerly the route cache asks the cluster; every period is an option, in seconds."""
+"""When to ask the cluster where things live: the rules of the route cache, without clock or I/O.
+
+A name is remembered from its first use until nobody has used it for `forget_after`. Meanwhile it is
+asked for
+
+* at once, when nothing is known of it yet: somebody waits;
+* by the poll, every `poll_interval`, together with everything else remembered. A name that does not
+  exist is polled too, and between polls "does not exist" is answered from memory;
+* in a *round*, after news: a push from the broker, a suspicion (a node answered "not leader", a
+  connection was lost), a lost locator, an answer that names no leader or no replicas yet. A round
+  waits `coalesce` for more news; the gap between rounds doubles while news go on, to a longer one
+  for names that were in a round just before. So a node that led a thousand streams costs a few
+  queries, a suspicion that never ends one in two seconds, and neither holds up other names.
+
+One query is under way at a time, and whoever wants one of its names waits for its answer. News that
+come meanwhile may be younger than the answer, so they ask again. After a failure nothing is asked
+for a while that doubles. A push or a suspicion makes the known answer *doubted*: it is not handed
+out until it was asked for anew. Polls and lost locators leave it in use.
+
+A stream with a leader is armed for a push: one at a time, at a bounded rate, each stream at most
+once in `rearm_interval`. A push uses the arming up. Above `pressure_limit` a push is dropped, and
+the stream is armed again after the next poll.
+
+Not safe for threads: `route_cache` has the lock. Every time is passed in.
+"""
 
 from __future__ import annotations
 

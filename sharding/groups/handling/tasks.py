@@ -1,4 +1,4 @@
-"""The tasks that run asynchronous handlers: what `workshop` does with threads.
+"""The tasks that run asynchronous handlers: what `runner` does with threads.
 
 Everything here is called on one asyncio loop. A handler that takes longer than `handler_timeout` is
 cancelled; one that does not let itself be cancelled is lost, as a thread would be.
@@ -12,11 +12,10 @@ import random
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from typing import Any
 
-from sharding.groups.delivery import Delivery, GivenBack, GroupFailed, OnDone
-from sharding.groups.foreman import Foreman, Hung, OnReleased, Settled
-from sharding.groups.lanes import Job, Ticket
+from sharding.groups.handling.delivery import Delivery, GivenBack, GroupFailed, OnDone
+from sharding.groups.handling.scheduler import Hung, Job, OnReleased, Scheduler, Settled, Ticket
+from sharding.groups.handling.threads import log_failure, tell
 from sharding.groups.options import GroupOptions
-from sharding.groups.workshop import log_failure, tell
 
 logger = logging.getLogger("warren.groups")
 _random = random.Random()  # its own, so that nobody else's sequence of numbers changes
@@ -26,7 +25,7 @@ CANCEL_GRACE = 1.0
 """How long a handler that was cancelled may take to end."""
 
 
-class AioWorkshop:
+class HandlerTasks:
     def __init__(
         self,
         handler: AioHandler,
@@ -41,7 +40,7 @@ class AioWorkshop:
         self._clock = clock
         self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
-        self._foreman = Foreman(options, chance, self._on_buried)
+        self._scheduler = Scheduler(options, chance, self._on_dead_letter_stored)
         self._running: set[asyncio.Task[None]] = set()
         self._handling: set[asyncio.Future[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -53,8 +52,8 @@ class AioWorkshop:
     @property
     def counters(self) -> Mapping[str, float]:
         return {
-            **self._foreman.counters,
-            "in_hand": self._foreman.in_hand,
+            **self._scheduler.counters,
+            "in_hand": self._scheduler.in_hand,
             "running": len(self._running),
             "lost_threads": self._lost,
         }
@@ -65,29 +64,29 @@ class AioWorkshop:
         return asyncio.current_task() in self._handling
 
     def submit(self, lane: Hashable, delivery: Delivery, on_done: OnDone) -> None:
-        if self._stopping or self._foreman.is_released(delivery.shard):
+        if self._stopping or self._scheduler.is_released(delivery.shard):
             on_done(GivenBack())
             return
-        self._foreman.submit(lane, delivery, on_done, self._clock())
+        self._scheduler.submit(lane, delivery, on_done, self._clock())
         self._begin()
 
     def release(self, shard: str, on_released: OnReleased) -> None:
-        settled, at_once = self._foreman.release(shard, on_released)
+        settled, at_once = self._scheduler.release(shard, on_released)
         tell(settled)
         if at_once:
             on_released()
 
     def accept(self, shard: str) -> None:
-        self._foreman.accept(shard)
+        self._scheduler.accept(shard)
 
     def set_lease(self, shard: str, until: float | None) -> None:
-        self._foreman.set_lease(shard, until)
+        self._scheduler.set_lease(shard, until)
         self._begin()
 
     def wind_down(self) -> None:
         """Begin nothing more, and give back what is not running."""
         self._stopping = True
-        tell(self._foreman.stop())
+        tell(self._scheduler.stop())
 
     async def stop(self, timeout: float) -> bool:
         """Give back what is not running and wait for the rest; what is left then is cancelled."""
@@ -95,7 +94,7 @@ class AioWorkshop:
         finished = True
         try:
             async with asyncio.timeout(timeout):
-                while self._foreman.in_hand:
+                while self._scheduler.in_hand:
                     self._emptied.clear()
                     await self._emptied.wait()
         except TimeoutError:
@@ -114,9 +113,9 @@ class AioWorkshop:
             self._timer = None
         while not self._stopping and len(self._running) < self._options.parallelism:
             now = self._clock()
-            job = self._foreman.next_job(now)
+            job = self._scheduler.next_job(now)
             if job is None:
-                at = self._foreman.next_time(now)
+                at = self._scheduler.next_time(now)
                 if at is not None:
                     self._timer = self._loop.call_later(max(at - now, 0.001), self._begin)
                 return
@@ -150,7 +149,7 @@ class AioWorkshop:
             limit = self._options.handler_timeout or 0.0
             end = Hung(limit)
             await self._cancel(handling, limit)
-        self._after(self._foreman.finish(job, end, self._clock()))
+        self._after(self._scheduler.finish(job, end, self._clock()))
 
     async def _call(self, given: Any) -> BaseException | None:
         try:
@@ -181,12 +180,12 @@ class AioWorkshop:
 
     def _after(self, settled: list[Settled]) -> None:
         tell(settled)
-        for call in self._foreman.take_released():
+        for call in self._scheduler.take_released():
             call()
-        if not self._foreman.in_hand:
+        if not self._scheduler.in_hand:
             self._emptied.set()
 
-    def _on_buried(self, ticket: Ticket) -> None:
-        self._foreman.bury(ticket, self._clock())
+    def _on_dead_letter_stored(self, ticket: Ticket) -> None:
+        self._scheduler.stored(ticket, self._clock())
         self._after([])
         self._begin()

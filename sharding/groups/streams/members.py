@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 
 from sharding.errors import WarrenError
-from sharding.groups.announcements import Announcement, Kind, Roster
 from sharding.groups.options import GroupOptions
+from sharding.groups.sharing.roster import Announcement, Kind, Roster
 from sharding.stream.administration import check_name
 from sharding.stream.consuming.consumer import Consumer
 from sharding.stream.environment import StreamEnvironment

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from sharding.errors import WarrenError
-from sharding.groups.delivery import Dead, Delivery
-from sharding.groups.stream_counts import Counts
+from sharding.groups.handling.delivery import Dead, Delivery
+from sharding.groups.streams.group import Counts
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.formats.amqp_types import AmqpValue
 from sharding.stream.formats.message import Message, encode_message
@@ -56,7 +56,7 @@ class DeadLetters:
         self._producer: Producer | None = None
         self._thread: threading.Thread | None = None
 
-    def bury(
+    def store(
         self, delivery: Delivery, dead: Dead, then: Callable[[], None], still: Callable[[], bool]
     ) -> None:
         """Call `then` once it is stored; give up when it is `still` wanted no more."""
@@ -70,7 +70,7 @@ class DeadLetters:
                     )
                     self._thread.start()
                 return
-        dead.buried()
+        dead.stored()
 
     def close(self, timeout: float) -> None:
         """End; what waits still is given up, and so not passed by any offset."""
@@ -90,7 +90,7 @@ class DeadLetters:
                     self._changed.wait_for(lambda: self._closed, pause)
             pause = min(2 * pause, _LONGEST_PAUSE) if rest else _FIRST_PAUSE
         for letter in self._waiting:
-            letter.dead.buried()
+            letter.dead.stored()
         self._let_go()
 
     def _next(self) -> list[_Letter]:
@@ -103,7 +103,7 @@ class DeadLetters:
                 letters, self._waiting = self._waiting, []
             for letter in letters:
                 if not letter.still():
-                    letter.dead.buried()
+                    letter.dead.stored()
             if wanted := [letter for letter in letters if letter.still()]:
                 return wanted
 
@@ -136,7 +136,7 @@ class DeadLetters:
                 letter.dead.error,
             )
             letter.then()
-            letter.dead.buried()
+            letter.dead.stored()
         if rest:
             reason = next(iter(failed.values())).reason
             logger.warning("%d dead letters for %s wait: %s", len(rest), self._stream, reason)

@@ -23,7 +23,7 @@ from pamqp import commands
 
 from sharding.amqp.session import Declared, Message, Refused
 from sharding.errors import RemoteError, Unreachable
-from sharding.groups.transport import GroupChannel, GroupSession
+from sharding.groups.queues.connections import GroupChannel, GroupSession
 
 _NAMES = {"type": "message_type"}
 """Properties whose names differ between pika and pamqp."""

@@ -14,17 +14,23 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import pika
+
 from sharding.amqp.session import ACCESS_REFUSED, Refused
 from sharding.errors import WarrenError
-from sharding.groups.announcements import Kind
-from sharding.groups.attempts import Attempts
-from sharding.groups.connections import Dialer, NodeConnections, SideConnection
-from sharding.groups.dead_letters import DeadLetters
-from sharding.groups.delivery import GroupFailed
-from sharding.groups.fair_share import decide, still_to_leave
-from sharding.groups.membership import Membership
+from sharding.groups.handling.delivery import GroupFailed
 from sharding.groups.options import GroupOptions
-from sharding.groups.shard_reader import Bench, NotLockable, ShardReader, is_in_use
+from sharding.groups.queues.connections import Dialer, GroupChannel, NodeConnections, SideConnection
+from sharding.groups.queues.shard_reader import (
+    DeadLetters,
+    NotLockable,
+    Runner,
+    ShardReader,
+    is_in_use,
+)
+from sharding.groups.sharing.assignment import Attempts, decide, still_to_leave
+from sharding.groups.sharing.roster import Announcement, Kind, Roster
+from sharding.maps.naming import check_name
 from sharding.maps.shard_map import ShardMap
 
 logger = logging.getLogger("warren.groups")
@@ -41,14 +47,14 @@ COUNTED = (
 )
 
 
-class Steward:
+class QueueWorker:
     """`shard_map()` gives the newest map, None where there is none any more."""
 
     def __init__(
         self,
         me: str,
         shard_map: Callable[[], ShardMap | None],
-        bench: Bench,
+        runner: Runner,
         dialer: Dialer,
         options: GroupOptions,
         logical: str,
@@ -56,7 +62,7 @@ class Steward:
     ) -> None:
         self.me = me
         self._shard_map = shard_map
-        self._bench = bench
+        self._runner = runner
         self._options = options
         self._clock = clock
         self._homes: dict[str, str] = {}
@@ -120,7 +126,7 @@ class Steward:
             reader.wind_down()
 
     async def leave(self, timeout: float) -> None:
-        """After `run` and after the workshop stopped: acknowledge, close, say goodbye."""
+        """After `run` and after the runner stopped: acknowledge, close, say goodbye."""
         readers = list(self._readers.values())
         self._readers.clear()
         try:
@@ -188,7 +194,7 @@ class Steward:
     def _on_proof(self, node: str, sent: float) -> None:
         for shard, reader in self._readers.items():
             if reader.node == node:
-                self._bench.set_lease(shard, sent + self._options.heartbeat)
+                self._runner.set_lease(shard, sent + self._options.heartbeat)
 
     # Taking and leaving.
 
@@ -203,7 +209,7 @@ class Steward:
             async with asyncio.timeout(self._options.answer_timeout):
                 channel = await session.channel()
                 reader = ShardReader(
-                    shard, node, channel, self._bench, self._dead_letters, self.counters
+                    shard, node, channel, self._runner, self._dead_letters, self.counters
                 )
                 await reader.start(
                     session,
@@ -273,3 +279,107 @@ class Steward:
 
     async def _give_up(self, shard: str) -> None:
         await self._readers[shard].give_up()
+
+
+# Announcements between the workers of a group, over a fanout exchange. Thin I/O.
+#
+# Each worker binds a queue of its own, which the broker deletes with the worker's connection, and
+# which lives on the node of that connection: nothing of the group depends on one node. The exchange
+# goes with its last queue.
+
+
+def exchange_of(logical: str) -> str:
+    """The exchange through which the workers of a logical queue find each other."""
+    return check_name("the group's exchange", f"warren.group.{logical}")
+
+
+class Membership:
+    """`held` says what to announce; `on_heard` is called when the others may have changed, and
+    `on_no_right` when the user may not take part.
+    """
+
+    def __init__(
+        self,
+        side: SideConnection,
+        logical: str,
+        me: str,
+        options: GroupOptions,
+        clock: Callable[[], float],
+        held: Callable[[], frozenset[str]],
+        on_heard: Callable[[], None],
+        on_no_right: Callable[[Refused], None],
+    ) -> None:
+        self._side = side
+        self._exchange = exchange_of(logical)
+        self._me = me
+        self._options = options
+        self._clock = clock
+        self._held = held
+        self._on_heard = on_heard
+        self._on_no_right = on_no_right
+        self._channel: GroupChannel | None = None
+        self._roster = Roster(me, options.settle_time, options.member_timeout)
+        self._joined_at: float | None = None
+        self._trouble = ""
+
+    def others(self) -> dict[str, frozenset[str]]:
+        return self._roster.held_by_others(self._clock())
+
+    @property
+    def settled(self) -> bool:
+        """Whether this worker has listened long enough to know who else is there."""
+        return (
+            self._joined_at is not None
+            and self._clock() - self._joined_at >= self._options.settle_time
+        )
+
+    async def run(self) -> None:
+        """Take part until cancelled, over whatever node answers."""
+        while True:
+            try:
+                await self._take_part()
+            except Exception as error:  # nothing may end this task: nobody would notice
+                self._note(error)
+                if isinstance(error, Refused) and error.code == ACCESS_REFUSED:
+                    self._on_no_right(error)
+            self._channel = None
+            await self._side.drop()
+            await asyncio.sleep(self._options.announce_interval / 4)
+
+    def announce(self, kind: Kind = Kind.HERE) -> None:
+        """Tell the others what this worker holds; a hint, which may get lost."""
+        if self._channel is not None:
+            body = Announcement(self._me, kind, self._held()).dumps()
+            self._channel.send(self._exchange, "", body, pika.BasicProperties())
+
+    async def _take_part(self) -> None:
+        async with asyncio.timeout(self._options.answer_timeout + self._options.connect_timeout):
+            channel = await self._side.channel()
+            await channel.declare_exchange(self._exchange, "fanout", auto_delete=True)
+            queue = (await channel.declare("", exclusive=True)).name
+            await channel.bind(queue, self._exchange, "")
+            await channel.consume(queue, lambda message: self._hear(message.body), no_ack=True)
+        self._channel, self._trouble = channel, ""
+        if self._joined_at is None:
+            self._joined_at = self._clock()
+        self.announce(Kind.HELLO)
+        while not channel.closed.done():
+            await asyncio.wait([channel.closed], timeout=self._options.announce_interval)
+            self.announce()
+        raise channel_lost(channel)
+
+    def _note(self, error: Exception) -> None:
+        before, self._trouble = self._trouble, str(error) or "no answer in time"
+        if not isinstance(error, WarrenError | TimeoutError | OSError):
+            logger.exception("the other workers can't be heard")
+        elif self._trouble != before:  # it is tried several times a second
+            logger.info("the other workers can't be heard: %s", self._trouble)
+
+    def _hear(self, body: bytes) -> None:
+        if self._roster.hear(body, self._clock()):
+            self.announce()
+        self._on_heard()
+
+
+def channel_lost(channel: GroupChannel) -> WarrenError:
+    return WarrenError(channel.closed.result())

@@ -4,8 +4,8 @@ The interface, for whoever reads messages (the *owner*):
 
 * `submit(lane, delivery, on_done)`: have the message handled. Messages of one lane of one shard
   run one after another, in the order of submission; other lanes go on meanwhile. `on_done` is
-  called once, on a thread of the workshop, with `Done()`, `Dead(…)` or `GivenBack()`; it must be
-  quick. After `Dead` the lane waits until the owner calls its `buried()`.
+  called once, on a thread of the runner, with `Done()`, `Dead(…)` or `GivenBack()`; it must be
+  quick. After `Dead` the lane waits until the owner calls its `stored()`.
 * `release(shard, on_released)`: the shard is about to be given up. What is not running is given
   back before this returns, what runs is finished (a failure is given back, not tried again), and
   then, when nothing of the shard is in hand, `on_released` is called. Deliveries submitted to it
@@ -15,7 +15,7 @@ The interface, for whoever reads messages (the *owner*):
 * `set_lease(shard, until)`: begin no message of the shard after this moment of the clock.
 * `wind_down()`: begin nothing more, of any shard; what is not running is given back.
 * `stop(timeout)`: the same, and wait; True if all handlers ended in time.
-* `failure`: why the workshop ended by itself, when too many handlers hang; `on_failure` is called.
+* `failure`: why the runner ended by itself, when too many handlers hang; `on_failure` is called.
 
 No bound on what may be submitted is kept here: the owner's prefetch is that bound.
 
@@ -33,9 +33,8 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from sharding.groups.delivery import Delivery, GivenBack, GroupFailed, OnDone, first_line
-from sharding.groups.foreman import Foreman, Hung, OnReleased, Settled
-from sharding.groups.lanes import Job, Ticket
+from sharding.groups.handling.delivery import Delivery, GivenBack, GroupFailed, OnDone, first_line
+from sharding.groups.handling.scheduler import Hung, Job, OnReleased, Scheduler, Settled, Ticket
 from sharding.groups.options import GroupOptions
 
 logger = logging.getLogger("warren.groups")
@@ -45,7 +44,7 @@ Handler = Callable[[Any], object]
 """Gets a Delivery, or where `batch_size` is above 1 a list of them; what it returns is ignored."""
 
 
-class Workshop:
+class HandlerThreads:
     def __init__(
         self,
         handler: Handler,
@@ -60,7 +59,7 @@ class Workshop:
         self._on_failure = on_failure
         self._clock = clock
         self._changed = threading.Condition()
-        self._foreman = Foreman(options, chance, self._on_buried)
+        self._scheduler = Scheduler(options, chance, self._on_dead_letter_stored)
         self._running: dict[Job, None] = {}
         self._threads: set[int] = set()
         self._lost = 0
@@ -76,8 +75,8 @@ class Workshop:
         """How many messages or calls ended in which way, and what is in hand now."""
         with self._changed:
             return {
-                **self._foreman.counters,
-                "in_hand": self._foreman.in_hand,
+                **self._scheduler.counters,
+                "in_hand": self._scheduler.in_hand,
                 "running": len(self._running),
                 "lost_threads": self._lost,
             }
@@ -89,39 +88,39 @@ class Workshop:
 
     def submit(self, lane: Hashable, delivery: Delivery, on_done: OnDone) -> None:
         with self._changed:
-            refused = self._stopping or self._foreman.is_released(delivery.shard)
+            refused = self._stopping or self._scheduler.is_released(delivery.shard)
             if not refused:
-                self._foreman.submit(lane, delivery, on_done, self._clock())
+                self._scheduler.submit(lane, delivery, on_done, self._clock())
                 self._changed.notify()
         if refused:
             on_done(GivenBack())
 
     def release(self, shard: str, on_released: OnReleased) -> None:
         with self._changed:
-            settled, at_once = self._foreman.release(shard, on_released)
+            settled, at_once = self._scheduler.release(shard, on_released)
         tell(settled)
         if at_once:
             on_released()
 
     def trim(self, shard: str) -> None:
         with self._changed:
-            settled = self._foreman.trim(shard)
+            settled = self._scheduler.trim(shard)
         tell(settled)
 
     def accept(self, shard: str) -> None:
         with self._changed:
-            self._foreman.accept(shard)
+            self._scheduler.accept(shard)
 
     def set_lease(self, shard: str, until: float | None) -> None:
         with self._changed:
-            self._foreman.set_lease(shard, until)
+            self._scheduler.set_lease(shard, until)
             self._changed.notify_all()
 
     def wind_down(self) -> None:
         """Begin nothing more, and give back what is not running."""
         with self._changed:
             self._stopping = True
-            settled = self._foreman.stop()
+            settled = self._scheduler.stop()
             self._changed.notify_all()
         tell(settled)
 
@@ -129,7 +128,7 @@ class Workshop:
         """Give back what is not running and wait for the rest; whether it ended in time."""
         self.wind_down()
         with self._changed:
-            return self._changed.wait_for(lambda: not self._foreman.in_hand, timeout)
+            return self._changed.wait_for(lambda: not self._scheduler.in_hand, timeout)
 
     # The threads.
 
@@ -160,11 +159,11 @@ class Workshop:
         with self._changed:
             while not self._stopping:
                 now = self._clock()
-                job = self._foreman.next_job(now)
+                job = self._scheduler.next_job(now)
                 if job is not None:
                     self._running[job] = None
                     return job
-                at = self._foreman.next_time(now)
+                at = self._scheduler.next_time(now)
                 self._changed.wait(None if at is None else max(at - now, 0.001))
         return None
 
@@ -181,21 +180,21 @@ class Workshop:
                 self._lost -= 1
                 return False
             del self._running[job]
-            settled = self._foreman.finish(job, end, self._clock())
+            settled = self._scheduler.finish(job, end, self._clock())
         self._after(settled)
         return True
 
     def _after(self, settled: list[Settled]) -> None:
         tell(settled)
         with self._changed:
-            released = self._foreman.take_released()
+            released = self._scheduler.take_released()
             self._changed.notify_all()
         for call in released:
             call()
 
-    def _on_buried(self, ticket: Ticket) -> None:
+    def _on_dead_letter_stored(self, ticket: Ticket) -> None:
         with self._changed:
-            self._foreman.bury(ticket, self._clock())
+            self._scheduler.stored(ticket, self._clock())
         self._after([])
 
     # Handlers that hang.
@@ -224,7 +223,7 @@ class Workshop:
             job.abandoned = True
             self._lost += 1
             too_many = self._lost > self._options.max_lost_threads
-            settled = self._foreman.finish(job, Hung(limit), self._clock())
+            settled = self._scheduler.finish(job, Hung(limit), self._clock())
             logger.error(
                 "a handler has not returned for %g s; its thread is lost, the %d. of at most %d",
                 limit,

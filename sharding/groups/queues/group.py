@@ -14,14 +14,12 @@ from contextlib import suppress
 
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, WarrenError
-from sharding.groups.connections import Dialer
-from sharding.groups.membership import exchange_of
+from sharding.groups.handling.threads import Handler, HandlerThreads
 from sharding.groups.options import GroupOptions
+from sharding.groups.queues.connections import Dialer, Opener, open_with_pika
+from sharding.groups.queues.shard_reader import Runner
+from sharding.groups.queues.worker import QueueWorker, exchange_of
 from sharding.groups.running import StopRequest, stopping_on_signals
-from sharding.groups.shard_reader import Bench
-from sharding.groups.steward import Steward
-from sharding.groups.transport import Opener, open_with_pika
-from sharding.groups.workshop import Handler, Workshop
 from sharding.maps.shard_map import ShardKind, ShardMap
 from sharding.metrics.sources import Subject
 
@@ -63,8 +61,8 @@ class ConsumerGroup:
         self._maps = Maps(topology, logical)
         self.worker = new_worker_id()
         self.counted_as = Subject("group", {"logical": logical, "group": logical})
-        self._workshop: Workshop | None = None
-        self._steward: Steward | None = None
+        self._runner: HandlerThreads | None = None
+        self._worker: QueueWorker | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -85,21 +83,23 @@ class ConsumerGroup:
     @property
     def shards(self) -> frozenset[str]:
         """The shards this worker holds now."""
-        return self._steward.held() if self._steward is not None else frozenset()
+        return self._worker.held() if self._worker is not None else frozenset()
 
     @property
     def counters(self) -> Mapping[str, float]:
         """What happened since the start; `in_hand`, `running` and `lost_threads` are of now."""
-        if self._workshop is None or self._steward is None:
+        if self._runner is None or self._worker is None:
             return {}
-        return {**self._workshop.counters, **self._steward.counters}
+        return {**self._runner.counters, **self._worker.counters}
 
     def start(self) -> None:
         """Begin to work, in threads of its own."""
         if self._thread is not None:
             raise InvalidInput("start", "may be called once", self)
         self._maps.check()
-        self._workshop = Workshop(self._handler, self.options, on_failure=self._stop_request.ask)
+        self._runner = HandlerThreads(
+            self._handler, self.options, on_failure=self._stop_request.ask
+        )
         started = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(started,), name="warren-group", daemon=True
@@ -118,7 +118,7 @@ class ConsumerGroup:
                 self.start()
             self._stop_request.wait()
         self.stop()
-        failure = self._failure or (self._workshop.failure if self._workshop else None)
+        failure = self._failure or (self._runner.failure if self._runner else None)
         if failure is not None:
             raise failure
 
@@ -129,20 +129,20 @@ class ConsumerGroup:
         Called in a handler it only asks for the stop, which `run()` or another thread carries out.
         """
         self._stop_request.ask()
-        if self._workshop is not None and self._workshop.in_handler:
+        if self._runner is not None and self._runner.in_handler:
             return False
         with self._stopping:
-            thread, loop, workshop = self._thread, self._loop, self._workshop
-            if thread is None or loop is None or workshop is None or not thread.is_alive():
+            thread, loop, runner = self._thread, self._loop, self._runner
+            if thread is None or loop is None or runner is None or not thread.is_alive():
                 return True
             self._unsubscribe()
-            if self._steward is not None:
+            if self._worker is not None:
                 with suppress(RuntimeError):  # it has ended by itself
-                    loop.call_soon_threadsafe(self._steward.wind_down)
+                    loop.call_soon_threadsafe(self._worker.wind_down)
             patience = self.options.stop_timeout if timeout is None else timeout
-            workshop.wind_down()
+            runner.wind_down()
             logger.info("stopping; handlers have %g s to finish", patience)
-            finished = workshop.stop(patience)
+            finished = runner.stop(patience)
             if not finished:
                 logger.warning("handlers are still at work after %g s; they are left", patience)
             with suppress(RuntimeError):  # it has ended by itself
@@ -164,14 +164,14 @@ class ConsumerGroup:
             self._stop_request.ask()
 
     async def _work(self, started: threading.Event, opener: Opener) -> None:
-        assert self._workshop is not None
+        assert self._runner is not None
         self._loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
-        self._steward = new_steward(
-            self._topology, self._maps, self._workshop, self.worker, self.options, opener
+        self._worker = new_worker(
+            self._topology, self._maps, self._runner, self.worker, self.options, opener
         )
         started.set()
-        working = asyncio.create_task(self._steward.run())
+        working = asyncio.create_task(self._worker.run())
         ending = asyncio.create_task(self._end.wait())
         await asyncio.wait([working, ending], return_when=asyncio.FIRST_COMPLETED)
         failed = working.done()
@@ -179,15 +179,15 @@ class ConsumerGroup:
             task.cancel()
         results = await asyncio.gather(working, ending, return_exceptions=True)
         if failed:
-            await asyncio.to_thread(self._workshop.stop, self.options.stop_timeout)
-        await self._steward.leave(LEAVE_TIMEOUT)
+            await asyncio.to_thread(self._runner.stop, self.options.stop_timeout)
+        await self._worker.leave(LEAVE_TIMEOUT)
         if failed and isinstance(results[0], BaseException):
             raise results[0]
 
     def _look_again(self) -> None:
-        if self._loop is not None and self._steward is not None:
+        if self._loop is not None and self._worker is not None:
             with suppress(RuntimeError):  # it has ended
-                self._loop.call_soon_threadsafe(self._steward.look_again)
+                self._loop.call_soon_threadsafe(self._worker.look_again)
 
 
 class Maps:
@@ -228,15 +228,15 @@ def new_worker_id() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def new_steward(
+def new_worker(
     topology: Topology,
     maps: Maps,
-    bench: Bench,
+    runner: Runner,
     worker: str,
     options: GroupOptions,
     opener: Opener,
     clock: Callable[[], float] = time.monotonic,
-) -> Steward:
+) -> QueueWorker:
     name = f"{worker} of {maps.logical}"
     dialer = Dialer(opener, topology.connection_parameters, name, options)
-    return Steward(worker, maps.current, bench, dialer, options, maps.logical, clock)
+    return QueueWorker(worker, maps.current, runner, dialer, options, maps.logical, clock)

@@ -71,7 +71,7 @@ class GivenBack:
 class Dead:
     """It failed for the last time: store it as a dead letter, then acknowledge it.
 
-    Its key waits until `buried()` is called (from any thread, once), so that a message which could
+    Its key waits until `stored()` is called (from any thread, once), so that a message which could
     not be stored, and comes back, is not handled after its successors.
     """
 
@@ -79,7 +79,7 @@ class Dead:
     error: str
     """The exception's type and the first line of its text."""
     attempts: int
-    buried: Callable[[], None]
+    stored: Callable[[], None]
 
 
 Outcome = Done | GivenBack | Dead

@@ -18,27 +18,32 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sharding.errors import OutcomeUnknown, WarrenError, is_retryable
-from sharding.groups.stream_changes import Begins, Change, Changes, Ends
-from sharding.groups.stream_counts import Counts
-from sharding.groups.stream_messages import messages_of
-from sharding.groups.stream_offsets import GroupOffsets
-from sharding.groups.stream_options import StreamGroupOptions
-from sharding.groups.stream_turn import Burials, Turn
-from sharding.groups.workshop import Workshop
+from sharding.groups.handling.threads import HandlerThreads
+from sharding.groups.options import StreamGroupOptions
+from sharding.groups.streams.group import Counts
+from sharding.groups.streams.progress import DeadLetterStore, Turn
 from sharding.stream.consuming.consumer_options import ConsumerOptions, offset_spec
 from sharding.stream.consuming.data_loss import without_gap
-from sharding.stream.consuming.inbox import Inbox, Lane
+from sharding.stream.consuming.inbox import Inbox, Lane, Taken
+from sharding.stream.consuming.offset_store import store_offset, store_offset_surely, stored_offset
+from sharding.stream.consuming.starting import start_offset
 from sharding.stream.consuming.subscription import Subscription
-from sharding.stream.formats.message import Message
+from sharding.stream.errors import ProtocolError
+from sharding.stream.formats.chunk import messages, parse_header
+from sharding.stream.formats.message import Message, decode_message
 from sharding.stream.frames.handshake import ExchangeCommandVersions
 from sharding.stream.frames.versions import OURS
 from sharding.stream.network.access import Access
-from sharding.stream.protocol import NEXT, OffsetSpec
+from sharding.stream.network.client import StreamClient
+from sharding.stream.protocol import NEXT, Limits, OffsetSpec
 
 logger = logging.getLogger("warren.groups")
 
@@ -52,8 +57,8 @@ class Shared:
     access: Access
     options: StreamGroupOptions
     reading: ConsumerOptions
-    workshop: Workshop
-    burials: Burials
+    runner: HandlerThreads
+    dead_letters: DeadLetterStore
     counts: Counts
     on_change: Callable[[], None]
     """Called when a turn begins or ends, and when a partition's thread ends."""
@@ -165,10 +170,10 @@ class PartitionReader:
         shared = self._shared
         mark = position - 1 if position else None
         self._turn = Turn(
-            mark, shared.workshop, shared.burials, shared.options, self._on_progress, self._clock
+            mark, shared.runner, shared.dead_letters, shared.options, self._on_progress, self._clock
         )
         self._renew_at = 0.0
-        shared.workshop.accept(self.stream)
+        shared.runner.accept(self.stream)
         owed = self._inbox.open(self._lane, change.tenure, position)
         begin = offset_spec(shared.options.offset)
         change.answer.set_result(begin if position is None else OffsetSpec.at(position))
@@ -185,7 +190,7 @@ class PartitionReader:
         if keep:
             # Keys finish in any order: a message left out before one that was handled would make
             # the next worker handle that one again.
-            shared.workshop.trim(self.stream)
+            shared.runner.trim(self.stream)
             while turn.in_hand and self._clock() < deadline:
                 self._renew_lease()
                 with self._news:
@@ -194,11 +199,11 @@ class PartitionReader:
         else:
             self._turn = None
         self._released = threading.Event()
-        shared.workshop.release(self.stream, self._released.set)
+        shared.runner.release(self.stream, self._released.set)
         if not self._released.wait(max(0.0, deadline - self._clock())):
             shared.counts.add("late_handovers")
             logger.warning("%s: given up while a handler is at work on it", self.stream)
-        shared.workshop.set_lease(self.stream, None)
+        shared.runner.set_lease(self.stream, None)
         offset = turn.to_store()
         self.handled = turn.end()
         if keep and offset is not None:
@@ -284,9 +289,165 @@ class PartitionReader:
             # Answered by the connection's own process, whatever becomes of leaders and metadata.
             client = self._subscription.connection(now)
             client.call(ExchangeCommandVersions(OURS), timeout=lease / 3)
-            self._shared.workshop.set_lease(self.stream, now + lease)
+            self._shared.runner.set_lease(self.stream, now + lease)
 
 
 def passes(error: Exception) -> bool:
     """Whether what failed may do better later; asking twice does no harm here."""
     return is_retryable(error) or isinstance(error, OutcomeUnknown)
+
+
+# Whose turn it is at a partition: word left by connections for the partition's thread.
+#
+# A connection's reading thread must not wait, so it only notes what the broker said and goes on;
+# the thread answers when it has done what follows.
+
+
+class Begins(NamedTuple):
+    """This worker's turn begins, when it has answered where."""
+
+    client: StreamClient
+    tenure: int
+    give_credit: Callable[[int], None]
+    answer: Future[OffsetSpec]
+
+
+class Ends(NamedTuple):
+    """The turn is to end; nobody else is let in before the answer."""
+
+    answer: Future[OffsetSpec]
+
+
+class Lost(NamedTuple):
+    """The connection was lost, and the turn with it."""
+
+
+Change = Begins | Ends | Lost
+
+
+class Changes:
+    """What the subscription calls (`Turns`) and the partition's thread takes."""
+
+    def __init__(self, lane: Lane, inbox: Inbox, wake: Callable[[], None]) -> None:
+        self._lane = lane
+        self._inbox = inbox
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._noted: deque[Change] = deque()
+        self._closed = False
+
+    def __bool__(self) -> bool:
+        return bool(self._noted)
+
+    def next(self) -> Change | None:
+        with self._lock:
+            return self._noted.popleft() if self._noted else None
+
+    def close(self) -> None:
+        """Nobody will take what comes: it is answered at once.
+
+        A question without an answer would make the broker close the connection after a minute.
+        """
+        with self._lock:
+            self._closed = True
+            left, self._noted = self._noted, deque()
+        for change in left:
+            if not isinstance(change, Lost):
+                change.answer.set_result(NEXT)
+
+    # On the connection's reading thread.
+
+    def begin(self, client: StreamClient, timeout: float) -> None:
+        """Nothing to prepare: an answer is looked up when the broker asks."""
+
+    def changed(
+        self, active: bool, client: StreamClient, give_credit: Callable[[int], None]
+    ) -> OffsetSpec | Future[OffsetSpec]:
+        self._inbox.shut(self._lane)
+        answer: Future[OffsetSpec] = Future()
+        change = Begins(client, self._lane.tenure, give_credit, answer) if active else Ends(answer)
+        return answer if self._note(change) else NEXT
+
+    def ended(self) -> None:
+        self._inbox.shut(self._lane)
+        self._note(Lost())
+
+    def _note(self, change: Change) -> bool:
+        with self._lock:
+            if self._closed:
+                return False
+            self._noted.append(change)
+        self._wake()
+        return True
+
+
+_TIMEOUT = 5.0
+
+
+class GroupOffsets:
+    def __init__(
+        self,
+        subscription: Subscription,
+        reading: ConsumerOptions,
+        counts: Counts,
+        clock: Callable[[], float],
+    ) -> None:
+        self._subscription = subscription
+        self._stream = subscription.stream
+        self._reading = reading
+        self._group = str(reading.name)
+        self._counts = counts
+        self._clock = clock
+
+    def position(self, client: StreamClient, handled: int | None) -> int | None:
+        """Where to read on, when this worker has `handled` so much; None: the broker can tell."""
+        stored = stored_offset(client, self._group, self._stream, _TIMEOUT)
+        known = [offset + 1 for offset in (stored, handled) if offset is not None]
+        if known:
+            return max(known)
+        position = start_offset(client, self._stream, self._reading, _TIMEOUT)
+        if position:
+            # "next" is another place for whoever asks later, so it is settled here for all.
+            self._store_surely(client, position - 1, self._clock() + _TIMEOUT)
+        return position
+
+    def store(self, offset: int) -> None:
+        """Send it to be stored; one that gets lost is followed by the next."""
+        with suppress(WarrenError):
+            client = self._subscription.connection(self._clock())
+            store_offset(client, self._group, self._stream, offset)
+            self._counts.add("stores")
+
+    def store_surely(self, offset: int, deadline: float) -> None:
+        """Return when the broker has it, or with a warning at the deadline.
+
+        Handlers may have used up the time until then; an offset has a while of its own. A new
+        connection is not waited for longer than that: the partition may be another's by then.
+        """
+        soon = self._clock() + _TIMEOUT
+        try:
+            client = self._subscription.connection(soon)
+            self._store_surely(client, offset, max(deadline, soon))
+        except WarrenError as error:
+            logger.warning("%s: offset %d was not stored: %s", self._stream, offset, error)
+
+    def _store_surely(self, client: StreamClient, offset: int, deadline: float) -> None:
+        store_offset_surely(client, self._group, self._stream, offset, deadline, self._clock)
+        self._counts.add("stores")
+
+
+def messages_of(taken: Taken, limits: Limits) -> Iterator[Message]:
+    """What was taken, from its first wanted offset on.
+
+    A message that is not AMQP 1.0 has its bytes for a body: it must not stop the whole partition.
+    """
+    stream = taken.lane.stream
+    for chunk in taken.chunks:
+        timestamp = parse_header(chunk).timestamp
+        for offset, raw in messages(chunk, limits):
+            if offset < taken.first:
+                continue
+            try:
+                yield decode_message(raw, offset=offset, timestamp=timestamp, stream=stream)
+            except ProtocolError:
+                yield Message(bytes(raw), offset=offset, timestamp=timestamp, stream=stream)

@@ -10,12 +10,11 @@ from contextlib import suppress
 
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput
-from sharding.groups.aio_transport import open_with_aio_pika
-from sharding.groups.aio_workshop import AioHandler, AioWorkshop
-from sharding.groups.membership import exchange_of
+from sharding.groups.handling.tasks import AioHandler, HandlerTasks
 from sharding.groups.options import GroupOptions
-from sharding.groups.queue_group import LEAVE_TIMEOUT, Maps, new_steward, new_worker_id
-from sharding.groups.steward import Steward
+from sharding.groups.queues.aio_transport import open_with_aio_pika
+from sharding.groups.queues.group import LEAVE_TIMEOUT, Maps, new_worker, new_worker_id
+from sharding.groups.queues.worker import QueueWorker, exchange_of
 from sharding.metrics.sources import Subject
 
 logger = logging.getLogger("warren.groups")
@@ -53,8 +52,8 @@ class AioConsumerGroup:
         self._maps = Maps(topology, logical)
         self.worker = new_worker_id()
         self.counted_as = Subject("group", {"logical": logical, "group": logical})
-        self._workshop: AioWorkshop | None = None
-        self._steward: Steward | None = None
+        self._runner: HandlerTasks | None = None
+        self._worker: QueueWorker | None = None
         self._working: asyncio.Task[None] | None = None
         self._left = False
         self._stop_wanted = asyncio.Event()
@@ -75,44 +74,44 @@ class AioConsumerGroup:
     @property
     def shards(self) -> frozenset[str]:
         """The shards this worker holds now."""
-        return self._steward.held() if self._steward is not None else frozenset()
+        return self._worker.held() if self._worker is not None else frozenset()
 
     @property
     def counters(self) -> Mapping[str, float]:
-        if self._workshop is None or self._steward is None:
+        if self._runner is None or self._worker is None:
             return {}
-        return {**self._workshop.counters, **self._steward.counters}
+        return {**self._runner.counters, **self._worker.counters}
 
     async def start(self) -> None:
         """Begin to work, in tasks of its own."""
-        if self._steward is not None:
+        if self._worker is not None:
             raise InvalidInput("start", "may be called once", self)
         await asyncio.to_thread(self._maps.check)  # it may wait for the first map
         loop = asyncio.get_running_loop()
-        self._workshop = AioWorkshop(
+        self._runner = HandlerTasks(
             self._handler, self.options, clock=loop.time, on_failure=self._stop_wanted.set
         )
-        steward = self._steward = new_steward(
+        worker = self._worker = new_worker(
             self._topology,
             self._maps,
-            self._workshop,
+            self._runner,
             self.worker,
             self.options,
             open_with_aio_pika,
             loop.time,
         )
-        self._working = asyncio.create_task(steward.run())
+        self._working = asyncio.create_task(worker.run())
         self._working.add_done_callback(lambda _: self._stop_wanted.set())
 
         def look_again(*_: object) -> None:
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(steward.look_again)
+                loop.call_soon_threadsafe(worker.look_again)
 
         self._unsubscribe = self._topology.subscribe(look_again)
 
     async def run(self) -> None:
         """Work until `stop()`, or until SIGTERM or SIGINT in the main thread, and stop in order."""
-        if self._steward is None:
+        if self._worker is None:
             await self.start()
         loop = asyncio.get_running_loop()
         with suppress(RuntimeError, NotImplementedError, ValueError):  # not the main thread
@@ -128,8 +127,8 @@ class AioConsumerGroup:
         await self.stop()
         if failed and self._working is not None and not self._working.cancelled():
             self._working.result()
-        if self._workshop is not None and self._workshop.failure is not None:
-            raise self._workshop.failure
+        if self._runner is not None and self._runner.failure is not None:
+            raise self._runner.failure
 
     async def stop(self, timeout: float | None = None) -> bool:
         """Finish what is running, give the rest back; whether it was finished within `timeout`.
@@ -137,23 +136,23 @@ class AioConsumerGroup:
         Called in a handler it only asks for the stop, which `run()` carries out.
         """
         self._stop_wanted.set()
-        if self._workshop is not None and self._workshop.in_handler:
+        if self._runner is not None and self._runner.in_handler:
             return False
         async with self._stopping:
-            if self._steward is None or self._workshop is None or self._working is None:
+            if self._worker is None or self._runner is None or self._working is None:
                 return True
             if self._left:
                 return True
             self._left = True
             self._unsubscribe()
-            self._steward.wind_down()
+            self._worker.wind_down()
             patience = self.options.stop_timeout if timeout is None else timeout
-            self._workshop.wind_down()
+            self._runner.wind_down()
             logger.info("stopping; handlers have %g s to finish", patience)
-            finished = await self._workshop.stop(patience)
+            finished = await self._runner.stop(patience)
             if not finished:
                 logger.warning("handlers were still at work after %g s; cancelled", patience)
             self._working.cancel()
             await asyncio.gather(self._working, return_exceptions=True)
-            await self._steward.leave(LEAVE_TIMEOUT)
+            await self._worker.leave(LEAVE_TIMEOUT)
             return finished

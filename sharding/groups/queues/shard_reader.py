@@ -9,19 +9,22 @@ free the lock while messages are out, and the next reader would get later messag
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
+import time
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import pika
 
 from sharding.amqp.session import ACCESS_REFUSED, Message, Refused
 from sharding.errors import RemoteError, WarrenError
-from sharding.groups.acknowledging import Acknowledgements
-from sharding.groups.dead_letters import DeadLetters
-from sharding.groups.delivery import NO_HEADERS, Dead, Delivery, Done, OnDone, Outcome
-from sharding.groups.foreman import OnReleased
+from sharding.groups.handling.delivery import NO_HEADERS, Dead, Delivery, Done, OnDone, Outcome
+from sharding.groups.handling.scheduler import OnReleased
 from sharding.groups.options import GroupOptions
-from sharding.groups.transport import GroupChannel, GroupSession
+from sharding.groups.queues.connections import GroupChannel, GroupSession, SideConnection
 
 logger = logging.getLogger("warren.groups")
 
@@ -38,8 +41,8 @@ class NotLockable(WarrenError):
     """The queue does not know exclusive consumers, so nothing keeps a second worker out."""
 
 
-class Bench(Protocol):
-    """What a reader needs of a workshop, of threads or of tasks."""
+class Runner(Protocol):
+    """What a reader needs of a runner, of threads or of tasks."""
 
     def submit(self, lane: str, delivery: Delivery, on_done: OnDone) -> None: ...
 
@@ -58,14 +61,14 @@ class ShardReader:
         shard: str,
         node: str,
         channel: GroupChannel,
-        bench: Bench,
+        runner: Runner,
         dead_letters: DeadLetters | None,
         counters: Counter[str],
     ) -> None:
         self.shard = shard
         self.node = node
         self.channel = channel
-        self._bench = bench
+        self._runner = runner
         self._dead_letters = dead_letters
         self._counters = counters
         self._loop = asyncio.get_running_loop()
@@ -74,7 +77,7 @@ class ShardReader:
         self._woken = False
         self._acknowledgements = Acknowledgements()
         self._leaving = False
-        self._burials: set[asyncio.Task[None]] = set()
+        self._storing: set[asyncio.Task[None]] = set()
 
     async def start(
         self, session: GroupSession, options: GroupOptions, *, prove: bool, until: float
@@ -88,8 +91,8 @@ class ShardReader:
         await self.channel.consume(self.shard, self._on_message, exclusive=True)
         if prove:
             await self._prove_lock(session)
-        self._bench.accept(self.shard)
-        self._bench.set_lease(self.shard, until)
+        self._runner.accept(self.shard)
+        self._runner.set_lease(self.shard, until)
         early, self._early = self._early, None
         for message in early or ():
             self._submit(message)
@@ -98,7 +101,7 @@ class ShardReader:
         """Finish what is running, acknowledge it, and let the next worker have the shard."""
         self._leaving = True
         released = self._loop.create_future()
-        self._bench.release(self.shard, lambda: self._from_any_thread(released))
+        self._runner.release(self.shard, lambda: self._from_any_thread(released))
         await asyncio.wait([released, self.channel.closed], return_when=asyncio.FIRST_COMPLETED)
         await self.close()
 
@@ -116,8 +119,8 @@ class ShardReader:
     def forget(self) -> None:
         """The channel is closed: what it delivered belongs to others now."""
         self._leaving = True
-        self._bench.release(self.shard, lambda: None)
-        self._bench.set_lease(self.shard, None)
+        self._runner.release(self.shard, lambda: None)
+        self._runner.set_lease(self.shard, None)
 
     async def _prove_lock(self, session: GroupSession) -> None:
         second = await session.channel()
@@ -156,7 +159,7 @@ class ShardReader:
         if message.redelivered:
             self._counters["redelivered"] += 1
         tag = message.delivery_tag
-        self._bench.submit(
+        self._runner.submit(
             message.routing_key, delivery, lambda outcome: self._on_done(tag, delivery, outcome)
         )
 
@@ -168,7 +171,7 @@ class ShardReader:
                 self._woken = True
                 self._call(self._acknowledge)
         elif isinstance(outcome, Dead):
-            self._call(lambda: self._bury(tag, delivery, outcome))
+            self._call(lambda: self._begin_storing(tag, delivery, outcome))
 
     def _acknowledge(self) -> None:
         self._woken = False  # first: what ends from here on wakes the loop again
@@ -178,12 +181,12 @@ class ShardReader:
         for tag, multiple in self._acknowledgements.settle(ended):
             self.channel.ack(tag, multiple)
 
-    def _bury(self, tag: int, delivery: Delivery, dead: Dead) -> None:
-        task = self._loop.create_task(self._burial(tag, delivery, dead))
-        self._burials.add(task)
-        task.add_done_callback(self._burials.discard)
+    def _begin_storing(self, tag: int, delivery: Delivery, dead: Dead) -> None:
+        task = self._loop.create_task(self._store_dead_letter(tag, delivery, dead))
+        self._storing.add(task)
+        task.add_done_callback(self._storing.discard)
 
-    async def _burial(self, tag: int, delivery: Delivery, dead: Dead) -> None:
+    async def _store_dead_letter(self, tag: int, delivery: Delivery, dead: Dead) -> None:
         """Store a dead letter, again and again; a shard that is left takes it along unstored."""
         try:
             if await self._stored(delivery, dead):
@@ -198,7 +201,7 @@ class ShardReader:
                 self._settled.append(tag)
                 self._acknowledge()
         finally:
-            dead.buried()
+            dead.stored()
 
     async def _stored(self, delivery: Delivery, dead: Dead) -> bool:
         assert self._dead_letters is not None  # nothing is dead where they have no place
@@ -227,3 +230,119 @@ class ShardReader:
             self._loop.call_soon_threadsafe(work)
         except RuntimeError:  # the loop has ended: a handler returned after stop() gave up on it
             logger.warning("a handler of %r ended too late; its message comes again", self.shard)
+
+
+# Which acknowledgements to send for messages that ended in any order. Pure.
+#
+# One acknowledgement may stand for all messages up to it, so what ended without a gap from the
+# first one on is acknowledged by one; what ended out of turn, each by its own. The tag sent for
+# several is one that was not acknowledged before: the broker closes a channel at a tag that it does
+# not know.
+
+
+class Acknowledgements:
+    """The delivery tags of one channel: 1, 2, 3, …"""
+
+    def __init__(self) -> None:
+        self._through = 0
+        self._ahead: set[int] = set()
+
+    def settle(self, tags: Iterable[int]) -> list[tuple[int, bool]]:
+        """What to send for these tags: each with whether it stands for all before it too."""
+        new = set(tags)
+        self._ahead |= new
+        while self._through + 1 in self._ahead:
+            self._through += 1
+            self._ahead.discard(self._through)
+        together = [tag for tag in new if tag <= self._through]
+        alone = sorted(tag for tag in new if tag > self._through)
+        return [*([(max(together), True)] if together else []), *((tag, False) for tag in alone)]
+
+
+NO_ROUTE = 312
+
+
+# Storing what failed for the last time, with the reason. Thin I/O.
+#
+# Published through the default exchange, with confirms and mandatory: a queue that is missing is
+# made (durable, classic), one that exists is used as it is, whatever its kind. What would make the
+# broker do more than store the message is moved into headers of ours:
+#
+# * `expiration`: a dead letter that expires is lost (the broker's own dead-lettering does the
+#   same);
+# * `user_id`: the broker refuses one that is not the publisher's own;
+# * `CC` and `BCC`: the broker would route a copy by each.
+
+
+def dead_letter_properties(delivery: Delivery, dead: Dead, at: float) -> pika.BasicProperties:
+    """The message's own properties and headers, with ours added."""
+    given = delivery.properties
+    properties = pika.BasicProperties() if given is None else copy.copy(given)
+    headers = dict(delivery.headers)
+    moved: dict[str, Any] = {name: headers.pop(name) for name in ("CC", "BCC") if name in headers}
+    for name in ("expiration", "user_id"):
+        if getattr(properties, name) is not None:
+            moved[name.replace("_", "-")] = getattr(properties, name)
+            setattr(properties, name, None)
+    properties.headers = {
+        **headers,
+        **{f"x-warren-{name.lower()}": value for name, value in moved.items()},
+        "x-warren-reason": str(dead.why),
+        "x-warren-error": dead.error,
+        "x-warren-attempts": dead.attempts,
+        "x-warren-shard": delivery.shard,
+        "x-warren-key": delivery.key,
+        "x-warren-time": datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds"),
+    }
+    return properties
+
+
+class DeadLetters:
+    def __init__(
+        self,
+        queue: str,
+        side: SideConnection,
+        timeout: float,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.queue = queue
+        self._side = side
+        self._timeout = timeout
+        self._wall_clock = wall_clock
+        self._channel: GroupChannel | None = None
+        self._turn = asyncio.Lock()
+
+    async def store(self, delivery: Delivery, dead: Dead) -> None:
+        """Return when the broker has it; a `RemoteError` or `TimeoutError` says that it may not."""
+        properties = dead_letter_properties(delivery, dead, self._wall_clock())
+        async with self._turn:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    await self._publish(delivery.body, properties)
+            except BaseException:
+                # A late confirm would be taken for the next one's.
+                self._leave_channel()
+                raise
+
+    async def _publish(self, body: bytes, properties: pika.BasicProperties) -> None:
+        channel = await self._open_channel()
+        try:
+            stored = await channel.publish_mandatory(self.queue, body, properties)
+        except Refused as error:
+            if error.code != NO_ROUTE:
+                raise
+            await channel.declare(self.queue, durable=True)
+            stored = await channel.publish_mandatory(self.queue, body, properties)
+        if not stored:
+            raise RemoteError(f"the broker did not take a dead letter into {self.queue!r}")
+
+    async def _open_channel(self) -> GroupChannel:
+        if self._channel is None or self._channel.closed.done():
+            self._channel = await self._side.channel()
+            await self._channel.confirm_publishes()
+        return self._channel
+
+    def _leave_channel(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()

@@ -4,26 +4,27 @@ A turn begins when the broker makes this worker the active one and ends when it 
 so, or when the connection is lost. Outcomes that come after the end are not heard: the message is
 somebody else's by then.
 
-Messages are submitted on the partition's thread; outcomes come on the workshop's threads.
+Messages are submitted on the partition's thread; outcomes come on the runner's threads.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from sharding.groups.delivery import Dead, Delivery, Done, Outcome
-from sharding.groups.stream_options import StreamGroupOptions
-from sharding.groups.stream_watermark import Watermark
-from sharding.groups.workshop import Workshop
+from sharding.errors import InvalidInput
+from sharding.groups.handling.delivery import Dead, Delivery, Done, Outcome
+from sharding.groups.handling.threads import HandlerThreads
+from sharding.groups.options import StreamGroupOptions
 from sharding.stream.formats.message import Message
 
 
-class Burials(Protocol):
+class DeadLetterStore(Protocol):
     """Stores dead letters; `DeadLetters` in real life."""
 
-    def bury(
+    def store(
         self, delivery: Delivery, dead: Dead, then: Callable[[], None], still: Callable[[], bool]
     ) -> None:
         """Call `then` once it is stored; give up when it is `still` wanted no more."""
@@ -33,14 +34,14 @@ class Turn:
     def __init__(
         self,
         mark: int | None,
-        workshop: Workshop,
-        burials: Burials,
+        runner: HandlerThreads,
+        dead_letters: DeadLetterStore,
         options: StreamGroupOptions,
         on_progress: Callable[[bool], None],
         clock: Callable[[], float],
     ) -> None:
-        self._workshop = workshop
-        self._burials = burials
+        self._runner = runner
+        self._dead_letters = dead_letters
         self._options = options
         self._on_progress = on_progress
         self._clock = clock
@@ -81,7 +82,7 @@ class Turn:
         with self._lock:
             self._watermark.begin(offset)
         # Messages without a key share one lane, so that they keep the partition's order.
-        self._workshop.submit(message.key, delivery, lambda outcome: self._on(outcome, delivery))
+        self._runner.submit(message.key, delivery, lambda outcome: self._on(outcome, delivery))
 
     def due_at(self) -> float | None:
         """When the offset has to be stored; None while there is nothing new to store."""
@@ -111,7 +112,7 @@ class Turn:
     def _on(self, outcome: Outcome, delivery: Delivery) -> None:
         assert delivery.offset is not None
         if isinstance(outcome, Dead):
-            self._burials.bury(
+            self._dead_letters.store(
                 delivery, outcome, lambda: self._on(Done(), delivery), lambda: not self._over
             )
             return
@@ -127,3 +128,47 @@ class Turn:
                 self._watermark.given_back(delivery.offset)
             is_first = nothing_new and self._moved > 0
         self._on_progress(is_first)
+
+
+# Up to which offset everything is handled, though handlers finish in any order. Pure.
+#
+#     begun     10 11 12 14 15        13 was never a message: stored offsets take an offset too
+#     handled   10 11    14
+#     mark         11
+#
+# The mark is what may be stored: whoever goes on after it repeats what is behind it and was handled
+# already (14), and misses nothing. Beginnings come in rising order, endings in any.
+
+
+class Watermark:
+    """Of one partition, while it is this worker's turn."""
+
+    def __init__(self, mark: int | None = None) -> None:
+        self.mark = mark
+        """The last offset that is handled together with all before it; None if none is."""
+        self.in_hand = 0
+        """Messages begun of which the outcome is not known."""
+        self._open: deque[int] = deque()
+        self._handled: set[int] = set()
+
+    def begin(self, offset: int) -> None:
+        last = self._open[-1] if self._open else self.mark
+        if last is not None and offset <= last:
+            raise InvalidInput("offset", f"must be above {last}, the one begun before", offset)
+        self._open.append(offset)
+        self.in_hand += 1
+
+    def handled(self, offset: int) -> int:
+        """Returns by how many messages the mark moved."""
+        self.in_hand -= 1
+        self._handled.add(offset)
+        moved = 0
+        while self._open and self._open[0] in self._handled:
+            self.mark = self._open.popleft()
+            self._handled.remove(self.mark)
+            moved += 1
+        return moved
+
+    def given_back(self, offset: int) -> None:  # noqa: ARG002
+        """It will not be handled in this turn, so the mark will never pass it."""
+        self.in_hand -= 1
