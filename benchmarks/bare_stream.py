@@ -9,8 +9,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from sharding.stream.frames.handshake import Open, PeerProperties, SaslAuthenticate, SaslHandshake
-from sharding.stream.frames.requests import (
+from sharding.stream.protocol.commands import (
     DeclarePublisher,
     Request,
     Subscribe,
@@ -18,7 +17,8 @@ from sharding.stream.frames.requests import (
     publish_header,
     tune_frame,
 )
-from sharding.stream.protocol import FIRST, RESPONSE, Broker, Key
+from sharding.stream.protocol.constants import FIRST, RESPONSE, Broker, Key
+from sharding.stream.protocol.handshake import Open, PeerProperties, SaslAuthenticate, SaslHandshake
 
 _FRAME = struct.Struct(">IHH")
 _COUNT = struct.Struct(">I")

@@ -29,8 +29,8 @@ import rstream
 from benchmarks.bare_stream import BareStream, publish_frames
 from benchmarks.rounds import Ratio, alternate, print_ratio
 from sharding.stream import Compression, StreamArguments, StreamEnvironment
-from sharding.stream.producing.producer_options import ProducerOptions
-from sharding.stream.protocol import Broker
+from sharding.stream.options import ProducerOptions
+from sharding.stream.protocol.constants import Broker
 from tests.cluster import Cluster, wait_until
 
 MESSAGES = 600_000

@@ -4,7 +4,7 @@ A consumer keeps its tag for life, whatever becomes of its place:
 
 * placed: on the shard with the fewest consumers when it came;
 * moved: for the first seconds the counts are looked at again, and where a herd came to one shard
-  some of it moves away (`sharding.consumers`); never an exclusive consumer;
+  some of it moves away (`maps.consumer_spread`); never an exclusive consumer;
 * kept: those of a robust channel's declared queues, and those of `consume_all`, are consumed again
   on the same shard when they got lost with a connection or with the shard's node.
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from sharding.stream.consuming.consumer_options import ConsumerOptions
 from sharding.stream.errors import StreamNotFound
+from sharding.stream.options import ConsumerOptions
 from spark.columns import client_columns
 from spark.offsets import Extent
 from spark.partitions import StreamRange

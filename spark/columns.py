@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sharding.stream.formats.columns import Columns
+from sharding.stream.options import Columns
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType

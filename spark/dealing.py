@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from sharding.stream.formats.message import encode_data
-from sharding.stream.producing.partitioning import by_hash
+from sharding.stream.messages.message import encode_data
+from sharding.stream.producer.partitioning import by_hash
 from spark.messages import Key, Messages, head_of
 
 _KEYS_KEPT = 16_384

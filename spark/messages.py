@@ -14,8 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sharding.errors import InvalidInput
-from sharding.stream.formats.message import encode_data, encode_message
-from sharding.stream.formats.properties import Properties
+from sharding.stream.messages.message import Properties, encode_data, encode_message
 from spark.message_columns import MessageColumns
 
 if TYPE_CHECKING:

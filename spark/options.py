@@ -34,7 +34,7 @@ from spark.credentials import Credentials, uri_without_login
 from spark.option_values import BadOption, OptionValues
 
 if TYPE_CHECKING:
-    from sharding.stream.environment_options import EnvironmentOptions
+    from sharding.stream.environment import EnvironmentOptions
 
 OWN_HOSTS_VARIABLE = "WARREN_OWN_HOSTS"
 _DEFAULT_URI = "rabbitmq-stream://localhost:5552"
@@ -115,7 +115,7 @@ class ConnectOptions:
         self, environment: Mapping[str, str] = os.environ
     ) -> EnvironmentOptions:
         """The stream client's options, for this process."""
-        from sharding.stream.environment_options import EnvironmentOptions
+        from sharding.stream.environment import EnvironmentOptions
 
         return EnvironmentOptions(
             load_balancer=self.load_balancer,

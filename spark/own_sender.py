@@ -14,7 +14,7 @@ from spark.own_rows import OwnRows
 from spark.own_shards import OwnShards, check_last_id, first_id
 
 if TYPE_CHECKING:
-    from sharding.stream.producing.producer import Producer
+    from sharding.stream.producer.producer import Producer
 
 _CLOSE_TIMEOUT = 2.0
 

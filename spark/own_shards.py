@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sharding.errors import LocalError
-from sharding.stream.producing.partitioning import by_hash
+from sharding.stream.producer.partitioning import by_hash
 from spark.messages import Key
 from spark.option_values import BadOption
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sharding.stream.formats.arrow_columns import PROPERTIES
+from sharding.stream.arrow.batches import PROPERTIES
 
 _TIME = pa.timestamp("us", "UTC")  # Spark knows no other unit
 _PROPERTIES = pa.struct(

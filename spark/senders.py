@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
-from sharding.stream.formats.codecs import Compression
-from sharding.stream.producing.producer_options import ProducerOptions
+from sharding.stream.messages.codecs import Compression
+from sharding.stream.options import ProducerOptions
 from spark.dealing import Dealer
 from spark.messages import Key, Messages
 from spark.write_options import WriteOptions
 
 if TYPE_CHECKING:
-    from sharding.stream.producing.producer import Producer
+    from sharding.stream.producer.producer import Producer
 
 
 class Sender(Protocol):

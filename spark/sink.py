@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-    from sharding.stream.producing.producer import Producer
+    from sharding.stream.producer.producer import Producer
 
 BATCH_ID, QUERY_ID = "streaming.sql.batchId", "sql.streaming.queryId"
 

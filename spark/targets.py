@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sharding.stream.errors import StreamNotFound
-from sharding.stream.protocol import Code
+from sharding.stream.protocol.constants import Code
 from spark.connections import environment
 from spark.errors import without_secrets
 from spark.option_values import BadOption, OptionValues
@@ -17,7 +17,7 @@ from spark.senders import BoundSender, HashSender, Sender, StreamSender, produce
 from spark.write_options import Routing, WriteOptions
 
 if TYPE_CHECKING:
-    from sharding.stream.producing.producer import Producer
+    from sharding.stream.producer.producer import Producer
 
 CLOSE_TIMEOUT = 2.0
 

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sharding.stream.formats.codecs import Compression, compress
+from sharding.stream.messages.codecs import Compression, compress
 
 TIMESTAMP_MS = 1_700_000_000_123
 HEADER = struct.Struct(">BBHIqQQIIII")

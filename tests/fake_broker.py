@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from sharding.stream.protocol import Broker, Key
+from sharding.stream.protocol.constants import Broker, Key
 from tests.cluster.waiting import PATIENCE
 from tests.stream_frames import handshake
 

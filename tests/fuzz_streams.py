@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from sharding.stream.arrow.batches import BatchReader
 from sharding.stream.errors import ProtocolError, StreamRefused
-from sharding.stream.formats.arrow import BatchReader
-from sharding.stream.formats.chunk import messages
-from sharding.stream.formats.codecs import Compression
-from sharding.stream.formats.columns import Columns
-from sharding.stream.formats.message import Properties, decode_message, encode_data, encode_message
-from sharding.stream.frames.connection import Connection
-from sharding.stream.protocol import MIB, Limits
+from sharding.stream.messages.chunk import messages
+from sharding.stream.messages.codecs import Compression
+from sharding.stream.messages.message import Properties, decode_message, encode_data, encode_message
+from sharding.stream.options import Columns
+from sharding.stream.protocol.constants import MIB, Limits
+from sharding.stream.protocol.session import Connection
 from tests.chunks import SubBatch, chunk
 from tests.stream_frames import (
     CLOSE,

@@ -7,13 +7,12 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from sharding.stream.frames import admin_requests, requests
-from sharding.stream.frames import primitives as wire
-from sharding.stream.frames.connection import Connection
-from sharding.stream.frames.events import Event, ToSend
-from sharding.stream.frames.handshake import Close, Login
-from sharding.stream.frames.requests import Request
-from sharding.stream.protocol import FIRST, RESPONSE, Code, Key, Limits
+from sharding.stream.protocol import commands, wire
+from sharding.stream.protocol.commands import Request
+from sharding.stream.protocol.constants import FIRST, RESPONSE, Code, Key, Limits
+from sharding.stream.protocol.events import Event, ToSend
+from sharding.stream.protocol.handshake import Close, Login
+from sharding.stream.protocol.session import Connection
 
 OK = struct.pack(">H", Code.OK)
 PASSWORD = "a-password-nobody-may-see"
@@ -95,19 +94,19 @@ METADATA = (
 )
 
 ANSWERED: list[tuple[Request[Any], bytes]] = [
-    (requests.DeclarePublisher(1, "me", "s"), OK),
-    (requests.QueryPublisherSequence("me", "s"), OK + struct.pack(">Q", 2**63)),
-    (requests.DeletePublisher(1), OK),
-    (requests.Subscribe(3, "s", FIRST, 10), OK),
-    (requests.Unsubscribe(3), OK),
-    (requests.QueryOffset("me", "s"), OK + struct.pack(">Q", 77)),
-    (requests.Metadata(("invoices-0", "missing")), METADATA),
-    (requests.Route("key", "invoices"), strings("invoices-0")),
-    (requests.Partitions("invoices"), strings("invoices-0", "invoices-1")),
-    (admin_requests.Create("s"), OK),
-    (admin_requests.Delete("s"), OK),
+    (commands.DeclarePublisher(1, "me", "s"), OK),
+    (commands.QueryPublisherSequence("me", "s"), OK + struct.pack(">Q", 2**63)),
+    (commands.DeletePublisher(1), OK),
+    (commands.Subscribe(3, "s", FIRST, 10), OK),
+    (commands.Unsubscribe(3), OK),
+    (commands.QueryOffset("me", "s"), OK + struct.pack(">Q", 77)),
+    (commands.Metadata(("invoices-0", "missing")), METADATA),
+    (commands.Route("key", "invoices"), strings("invoices-0")),
+    (commands.Partitions("invoices"), strings("invoices-0", "invoices-1")),
+    (commands.Create("s"), OK),
+    (commands.Delete("s"), OK),
     (
-        admin_requests.StreamStats("s"),
+        commands.StreamStats("s"),
         OK + struct.pack(">I", 1) + wire.string("name", "first_chunk_id") + struct.pack(">q", -1),
     ),
     (Close(), OK),

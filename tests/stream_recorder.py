@@ -6,9 +6,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from sharding.stream.handlers import ActivityAnswer
-from sharding.stream.network.client import StreamClient
-from sharding.stream.protocol import OffsetSpec
+from sharding.stream.connections.attachments import ActivityAnswer
+from sharding.stream.connections.connection import StreamClient
+from sharding.stream.protocol.constants import OffsetSpec
 from tests.cluster.waiting import PATIENCE
 
 

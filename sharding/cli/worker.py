@@ -120,7 +120,7 @@ def run_stream_worker(
     metrics_port: int | None,
 ) -> None:
     from sharding.groups import StreamConsumerGroup
-    from sharding.groups.options import for_streams
+    from sharding.groups.streams.options import for_streams
     from sharding.stream import StreamEnvironment
 
     if inspect.iscoroutinefunction(handle):

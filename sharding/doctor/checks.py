@@ -28,8 +28,8 @@ from sharding.doctor.permissions import judge_monitoring, judge_rights, try_amqp
 from sharding.doctor.reach import Place, Protocol, Reached, judge_place, probe, who_answers
 from sharding.errors import WarrenError
 from sharding.maps.naming import check_logical_name, check_name
-from sharding.stream.network.dialing import resolved
-from sharding.stream.protocol import Broker
+from sharding.stream.connections.transport import resolved
+from sharding.stream.protocol.constants import Broker
 
 logger = logging.getLogger("warren.doctor")
 

@@ -21,8 +21,8 @@ from sharding.cluster.management import Management, NoAnswer, listeners_by_node
 from sharding.doctor.findings import Finding, ok, problem, warning
 from sharding.doctor.reach import Place, Protocol
 from sharding.errors import WarrenError
-from sharding.stream.network.dialing import dial
-from sharding.stream.protocol import Broker
+from sharding.stream.connections.transport import dial
+from sharding.stream.protocol.constants import Broker
 
 _LISTENERS = {
     "amqp": Protocol.AMQP,

@@ -19,18 +19,19 @@ from sharding.doctor.findings import SILENCE, Finding, ok, problem
 from sharding.doctor.nodes import ClusterSeen
 from sharding.doctor.reach import Place, Protocol, amqp_connection, open_stream
 from sharding.errors import WarrenError
+from sharding.stream.connections.connection import StreamClient
 from sharding.stream.errors import AccessRefused, StreamRefused
-from sharding.stream.frames.admin_requests import Create, Delete
-from sharding.stream.frames.requests import (
+from sharding.stream.protocol.commands import (
+    Create,
     DeclarePublisher,
+    Delete,
     DeletePublisher,
     Metadata,
     Request,
     Subscribe,
     Unsubscribe,
 )
-from sharding.stream.network.client import StreamClient
-from sharding.stream.protocol import NEXT, Broker
+from sharding.stream.protocol.constants import NEXT, Broker
 
 
 class Right(StrEnum):

@@ -26,17 +26,16 @@ from sharding.amqp.connected_node import REPLY_TO, node_token
 from sharding.cluster.management import Management, NoAnswer, management_api
 from sharding.doctor.findings import SILENCE, Finding, ok, problem
 from sharding.errors import Unreachable, WarrenError
+from sharding.stream.connections.connection import ConnectOptions, Login, StreamClient, connect
+from sharding.stream.connections.transport import Transport, dial, resolved
 from sharding.stream.errors import (
     AccessRefused,
     AuthenticationFailed,
     ConnectionLost,
     PeerNotTrusted,
 )
-from sharding.stream.frames.handshake import PeerProperties
-from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
-from sharding.stream.network.dialing import dial, resolved
-from sharding.stream.network.transport import Transport
-from sharding.stream.protocol import Broker
+from sharding.stream.protocol.constants import Broker
+from sharding.stream.protocol.handshake import PeerProperties
 from sharding.stream.uris import StreamUri
 
 

@@ -8,9 +8,9 @@ from sharding.groups.options import GroupOptions, Retry
 from sharding.groups.queues.group import ConsumerGroup
 
 if TYPE_CHECKING:
-    from sharding.groups.options import StreamGroupOptions
     from sharding.groups.queues.aio_group import AioConsumerGroup
     from sharding.groups.streams.group import StreamConsumerGroup
+    from sharding.groups.streams.options import StreamGroupOptions
 
 __all__ = [
     "AioConsumerGroup",
@@ -28,7 +28,7 @@ __all__ = [
 _LOADED_LATE = {
     "AioConsumerGroup": "sharding.groups.queues.aio_group",
     "StreamConsumerGroup": "sharding.groups.streams.group",
-    "StreamGroupOptions": "sharding.groups.options",
+    "StreamGroupOptions": "sharding.groups.streams.options",
 }
 
 

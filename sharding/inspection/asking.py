@@ -25,7 +25,7 @@ from sharding.inspection.views import (
 from sharding.maps.shard_map import Shard, ShardMap
 from sharding.metrics.sources import Sample
 from sharding.stream import StreamEnvironment
-from sharding.stream.consuming.probe import Ends
+from sharding.stream.consumer.probe import Ends
 from sharding.stream.errors import StreamNotFound
 
 MOST_AT_ONCE = 16

@@ -1,11 +1,9 @@
 """RabbitMQ streams: producers at leaders, consumers at replicas, behind any load balancer."""
 
-from sharding.stream.consuming.consumer import Consumer
-from sharding.stream.consuming.consumer_options import ConsumerOptions
-from sharding.stream.consuming.probe import Ends
-from sharding.stream.consuming.reading import RangeReading
-from sharding.stream.environment import StreamEnvironment
-from sharding.stream.environment_options import EnvironmentOptions
+from sharding.stream.consumer.consumer import Consumer
+from sharding.stream.consumer.probe import Ends
+from sharding.stream.consumer.ranges import RangeReading
+from sharding.stream.environment import EnvironmentOptions, StreamEnvironment
 from sharding.stream.errors import (
     AccessRefused,
     AuthenticationFailed,
@@ -23,18 +21,20 @@ from sharding.stream.errors import (
     StreamRefused,
     StreamUnavailable,
 )
-from sharding.stream.formats.codecs import Compression
-from sharding.stream.formats.columns import Columns
-from sharding.stream.formats.message import Message
-from sharding.stream.formats.properties import Properties
-from sharding.stream.producing.producer import Producer
-from sharding.stream.producing.producer_options import ProducerOptions
-from sharding.stream.producing.report import Failure, NotStored, PerhapsNotStored, Report
-from sharding.stream.producing.targets import Unroutable
-from sharding.stream.protocol import Broker, Limits
-from sharding.stream.routes.rules import RouteOptions
+from sharding.stream.messages.codecs import Compression
+from sharding.stream.messages.message import Message, Properties
+from sharding.stream.options import (
+    Columns,
+    ConsumerOptions,
+    ProducerOptions,
+    RouteOptions,
+    StreamArguments,
+)
+from sharding.stream.producer.partitioning import Unroutable
+from sharding.stream.producer.producer import Producer
+from sharding.stream.producer.report import Failure, NotStored, PerhapsNotStored, Report
+from sharding.stream.protocol.constants import Broker, Limits
 from sharding.stream.routes.values import StreamRoute
-from sharding.stream.stream_arguments import StreamArguments
 
 __all__ = [
     "AccessRefused",

@@ -15,48 +15,93 @@ them again. Safe to use from any thread.
 from __future__ import annotations
 
 import random
+import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
 from sharding.errors import InvalidInput
 from sharding.metrics.sources import Subject
-from sharding.stream.administration import Administration
-from sharding.stream.consuming.consumer import Consumer
-from sharding.stream.consuming.consumer_options import ConsumerOptions
-from sharding.stream.consuming.offset_store import check_offset, store_offset_surely
-from sharding.stream.consuming.offset_times import offset_at
-from sharding.stream.consuming.probe import Ends, leader_ends
-from sharding.stream.consuming.reading import RangeReading, read_range
-from sharding.stream.environment_options import EnvironmentOptions
+from sharding.stream.admin import Administration, SuperStreamsOverAmqp
+from sharding.stream.connections.access import Access
+from sharding.stream.connections.background import Recovery
+from sharding.stream.connections.connection import ConnectOptions, Login, StreamClient, connect
+from sharding.stream.connections.locator import Locator
+from sharding.stream.connections.open_connections import CAPACITY
+from sharding.stream.connections.placement import Placement
+from sharding.stream.connections.pool import OwnConnections, Pool
+from sharding.stream.consumer.consumer import Consumer
+from sharding.stream.consumer.offset_store import check_offset, store_offset_surely
+from sharding.stream.consumer.offset_times import offset_at
+from sharding.stream.consumer.probe import Ends, leader_ends
+from sharding.stream.consumer.ranges import RangeReading, read_range
 from sharding.stream.errors import StreamNotFound
-from sharding.stream.frames.requests import QueryOffset
-from sharding.stream.network.access import Access
-from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
-from sharding.stream.network.locator import Locator
-from sharding.stream.network.placement import Placement
-from sharding.stream.network.pool import OwnConnections, Pool
-from sharding.stream.network.recovery import Recovery
-from sharding.stream.network.shelf import CAPACITY
-from sharding.stream.producing.broker_routes import BrokerRoutes
-from sharding.stream.producing.partitioning import PartitionFunction, by_hash
-from sharding.stream.producing.producer import Producer
-from sharding.stream.producing.producer_options import ProducerOptions
-from sharding.stream.protocol import Broker
+from sharding.stream.options import ConsumerOptions, ProducerOptions, RouteOptions, StreamArguments
+from sharding.stream.producer.partitioning import BrokerRoutes, PartitionFunction, by_hash
+from sharding.stream.producer.producer import Producer
+from sharding.stream.protocol.commands import QueryOffset
+from sharding.stream.protocol.constants import Broker, Limits
 from sharding.stream.routes.cache import RouteCache
 from sharding.stream.routes.values import StreamRoute
-from sharding.stream.stream_arguments import StreamArguments
-from sharding.stream.super_streams import SuperStreamsOverAmqp
 from sharding.stream.uris import StreamUri, parse_all
 
 
 class Closable(Protocol):
     def close(self, timeout: float) -> object: ...
+
+
+Mechanism = Literal["PLAIN", "EXTERNAL", "ANONYMOUS"]
+AddressResolver = Callable[[Broker], Broker]
+
+
+@dataclass(frozen=True)
+class EnvironmentOptions:
+    """Everything has a default that works for a cluster that can be reached node by node."""
+
+    load_balancer: bool = False
+    """The addresses lead to a load balancer: connections are made until the wanted node answers."""
+    address_resolver: AddressResolver | None = None
+    """From the address that a node advertises to the one to dial, where they differ. With a load
+    balancer the default is the first address of the environment."""
+    tls: ssl.SSLContext | None = None
+    """How to check certificates; the default for +tls addresses trusts the system's authorities."""
+    server_name: str | None = None
+    """The name that certificates must have, if not the host that is dialled."""
+    mechanism: Mechanism = "PLAIN"
+    own_hosts: frozenset[str] = field(default_factory=lambda: frozenset({socket.gethostname()}))
+    """Names and addresses of this host, as nodes on it advertise themselves."""
+    zones: Mapping[str, str] = field(default_factory=dict)
+    """From hosts, the own ones included, to zones; consumers prefer replicas in their own."""
+    amqp_url: str | None = field(default=None, repr=False)
+    """Where super streams are made on brokers before 3.13."""
+    limits: Limits = Limits()
+    routes: RouteOptions = RouteOptions()
+    heartbeat: float = 60.0
+    """Seconds; a connection that is silent for twice as long is dead."""
+    connect_timeout: float = 5.0
+    """For one connection: address look-up, TCP, TLS and login."""
+    request_timeout: float = 10.0
+    """For one answer of a broker."""
+    idle_timeout: float = 30.0
+    """After which a connection that nobody uses is closed."""
+    tries_per_node: int = 10
+    """How often a load balancer is asked for a node, for each node of the cluster."""
+    connection_name: str = "warren"
+    """What the broker's management shows."""
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat", "connect_timeout", "request_timeout", "tries_per_node"):
+            if not getattr(self, name) > 0:
+                raise InvalidInput(name, "must be more than 0", getattr(self, name))
+        if self.mechanism not in ("PLAIN", "EXTERNAL", "ANONYMOUS"):
+            raise InvalidInput("mechanism", "must be PLAIN, EXTERNAL or ANONYMOUS", self.mechanism)
+        if isinstance(self.own_hosts, str):
+            raise InvalidInput("own_hosts", "must be a set of names", self.own_hosts)
 
 
 class StreamEnvironment:
@@ -247,7 +292,7 @@ class StreamEnvironment:
     def read_range(self, stream: str, first: int, end: int, **how: Any) -> RangeReading:
         """Exactly the messages of one stream at offsets from `first` up to `end`, without it.
 
-        `how` are the arguments of `sharding.stream.consuming.reading.read_range`.
+        `how` are the arguments of `consumer.ranges.read_range`.
         """
         return read_range(self._access, stream, first, end, **how)
 

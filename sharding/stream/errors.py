@@ -13,7 +13,7 @@ from sharding.errors import (
     TryLater,
     Unreachable,
 )
-from sharding.stream.protocol import Broker, Code
+from sharding.stream.protocol.constants import Broker, Code
 
 
 class ProtocolError(RemoteError):

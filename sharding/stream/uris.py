@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from sharding.errors import InvalidInput
-from sharding.stream.protocol import Broker
+from sharding.stream.protocol.constants import Broker
 
 PLAIN_PORT, TLS_PORT = 5552, 5551
 _PORTS = {"rabbitmq-stream": PLAIN_PORT, "rabbitmq-stream+tls": TLS_PORT}

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from sharding.stream.protocol import Broker
+from sharding.stream.protocol.constants import Broker
 from tests.certificates import Authority
 from tests.cluster.cluster import Cluster
 

@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from sharding.groups import Delivery, Retry
-from sharding.groups.options import StreamGroupOptions
 from sharding.groups.streams.group import StreamConsumerGroup
+from sharding.groups.streams.options import StreamGroupOptions
 from sharding.stream import StreamEnvironment
 from tests.faults.group_worker import FAILS, Recorder
 

@@ -13,15 +13,14 @@ from functools import partial
 
 import pytest
 
-from sharding.stream.environment_options import EnvironmentOptions
+from sharding.stream.connections.connection import ConnectOptions, Login, StreamClient, connect
+from sharding.stream.connections.locator import Locator
+from sharding.stream.connections.placement import Placement, consumer_candidates
+from sharding.stream.connections.pool import Pool
+from sharding.stream.environment import EnvironmentOptions
 from sharding.stream.errors import NodeNotReached
-from sharding.stream.frames.admin_requests import Create, Delete
-from sharding.stream.frames.requests import DeclarePublisher, Subscribe
-from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
-from sharding.stream.network.locator import Locator
-from sharding.stream.network.placement import Placement, consumer_candidates
-from sharding.stream.network.pool import Pool
-from sharding.stream.protocol import FIRST, NEXT, Broker, OffsetSpec
+from sharding.stream.protocol.commands import Create, DeclarePublisher, Delete, Subscribe
+from sharding.stream.protocol.constants import FIRST, NEXT, Broker, OffsetSpec
 from sharding.stream.routes.cache import RouteCache
 from tests.cluster import Balancer, Cluster, Node
 from tests.cluster.waiting import PATIENCE

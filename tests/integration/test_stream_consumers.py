@@ -24,8 +24,8 @@ from sharding.stream import (
     StreamNotFound,
 )
 from sharding.stream.errors import NotSupported
-from sharding.stream.frames.requests import Metadata, Subscribe, Unsubscribe
-from sharding.stream.protocol import FIRST, NEXT, OffsetSpec
+from sharding.stream.protocol.commands import Metadata, Subscribe, Unsubscribe
+from sharding.stream.protocol.constants import FIRST, NEXT, OffsetSpec
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.stream_recorder import Recorder

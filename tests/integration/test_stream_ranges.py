@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from sharding.stream import StreamEnvironment
-from sharding.stream.consuming.probe import PROBE_NAME
+from sharding.stream.consumer.probe import PROBE_NAME
 from sharding.stream.errors import NotSupported
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE

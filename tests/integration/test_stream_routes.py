@@ -12,13 +12,13 @@ from functools import partial
 
 import pytest
 
+from sharding.stream.connections.connection import ConnectOptions, Login, connect
+from sharding.stream.connections.locator import Locator
 from sharding.stream.errors import StreamNotFound
-from sharding.stream.frames.admin_requests import Create, Delete
-from sharding.stream.network.client import ConnectOptions, Login, connect
-from sharding.stream.network.locator import Locator
-from sharding.stream.protocol import Broker
+from sharding.stream.options import RouteOptions
+from sharding.stream.protocol.commands import Create, Delete
+from sharding.stream.protocol.constants import Broker
 from sharding.stream.routes.cache import RouteCache
-from sharding.stream.routes.rules import RouteOptions
 from sharding.stream.routes.values import Kind, Target, leader_of
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE

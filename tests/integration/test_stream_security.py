@@ -12,21 +12,22 @@ from pathlib import Path
 import pytest
 
 from sharding.errors import Unreachable
+from sharding.stream.connections.connection import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.errors import (
     AccessRefused,
     AuthenticationFailed,
     PeerNotTrusted,
     ProtocolError,
 )
-from sharding.stream.frames.admin_requests import Create, Delete
-from sharding.stream.frames.requests import (
+from sharding.stream.protocol.commands import (
+    Create,
     DeclarePublisher,
+    Delete,
     Subscribe,
     credit_frame,
     publish_header,
 )
-from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
-from sharding.stream.protocol import FIRST, NEXT, Broker, OffsetSpec
+from sharding.stream.protocol.constants import FIRST, NEXT, Broker, OffsetSpec
 from tests.certificates import Authority
 from tests.cluster.secured import NAME, Secured
 from tests.cluster.waiting import PATIENCE

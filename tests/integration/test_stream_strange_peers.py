@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from sharding.errors import Unreachable
+from sharding.stream.connections.connection import ConnectOptions, Login, connect
 from sharding.stream.errors import AuthenticationFailed, PeerNotTrusted, ProtocolError
-from sharding.stream.network.client import ConnectOptions, Login, connect
-from sharding.stream.protocol import FIRST, Broker, Key, OffsetSpec
+from sharding.stream.protocol.constants import FIRST, Broker, Key, OffsetSpec
 from tests.certificates import Authority, server_context
 from tests.cluster.waiting import PATIENCE
 from tests.fake_broker import FakeBroker, Peer

@@ -47,7 +47,7 @@ def log_records(node: Node) -> list[dict[str, object]]:
 WRITER = """
 import sys
 from sharding import Policy
-from sharding.topology import Topology
+from sharding.cluster.topology import Topology
 from tests.support import patient
 number, url = int(sys.argv[1]), sys.argv[2]
 with Topology(url, options=patient.TOPOLOGY) as topology:

@@ -81,7 +81,13 @@ def start(cluster: Cluster, folder: Path, *arguments: str) -> subprocess.Popen[s
         "PYTHONPATH": str(PROJECT),
         "WARREN_URL": cluster.nodes[0].endpoint.amqp_url,
     }
-    command = [sys.executable, "-c", "from sharding.cli import main; main()", "worker", *arguments]
+    command = [
+        sys.executable,
+        "-c",
+        "from sharding.cli.main import main; main()",
+        "worker",
+        *arguments,
+    ]
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, stderr=subprocess.PIPE)
 
 

@@ -9,10 +9,11 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.stream.network.balancer import Tries
-from sharding.stream.network.placement import Placement, consumer_candidates
-from sharding.stream.protocol import Broker, Code
-from sharding.stream.routes.rules import RouteOptions, RouteState
+from sharding.stream.connections.node_search import Tries
+from sharding.stream.connections.placement import Placement, consumer_candidates
+from sharding.stream.options import RouteOptions
+from sharding.stream.protocol.constants import Broker, Code
+from sharding.stream.routes.rules import RouteState
 from sharding.stream.routes.values import Finding, Kind, Missing, StreamRoute, Target
 
 NODES = [Broker(host, 5552) for host in "abc"]

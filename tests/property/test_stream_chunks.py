@@ -10,20 +10,20 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sharding.stream.arrow.batches import BatchReader
 from sharding.stream.errors import ProtocolError
-from sharding.stream.formats.amqp_types import Timestamp, as_text
-from sharding.stream.formats.arrow import BatchReader
-from sharding.stream.formats.chunk import HEADER_SIZE, messages, parse_header
-from sharding.stream.formats.codecs import Compression
-from sharding.stream.formats.columns import Columns
-from sharding.stream.formats.message import (
+from sharding.stream.messages.amqp_values import Timestamp, as_text
+from sharding.stream.messages.chunk import HEADER_SIZE, messages, parse_header
+from sharding.stream.messages.codecs import Compression
+from sharding.stream.messages.message import (
     Message,
     Properties,
     decode_message,
     encode_data,
     encode_message,
 )
-from sharding.stream.protocol import Limits
+from sharding.stream.options import Columns
+from sharding.stream.protocol.constants import Limits
 from tests.chunks import HEADER, TIMESTAMP_MS, SubBatch, chunk, chunk_of
 
 ALL = Columns(key=True, properties=True, application_properties=True)

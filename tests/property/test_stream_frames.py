@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.stream.errors import ProtocolError
-from sharding.stream.frames import primitives as wire
-from sharding.stream.frames.events import Event
-from sharding.stream.frames.framing import FrameReader
-from sharding.stream.frames.primitives import Reader
-from sharding.stream.protocol import MIB, Key, Limits
+from sharding.stream.protocol import wire
+from sharding.stream.protocol.constants import MIB, Key, Limits
+from sharding.stream.protocol.events import Event
+from sharding.stream.protocol.frames import FrameReader
+from sharding.stream.protocol.wire import Reader
 from tests.fuzz_streams import GROWTH_MAX, fuzz
 from tests.stream_frames import PUSHED, asked, frame, handshake, new_connection, open_connection
 

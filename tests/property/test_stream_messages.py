@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.stream.errors import ProtocolError
-from sharding.stream.formats.amqp_reader import AmqpReader
-from sharding.stream.formats.amqp_types import AmqpValue, Described, Symbol, Timestamp, as_text
-from sharding.stream.formats.amqp_writer import write_value
-from sharding.stream.formats.message import Properties, decode_message, encode_message
+from sharding.stream.messages.amqp_codec import AmqpReader, write_value
+from sharding.stream.messages.amqp_values import AmqpValue, Described, Symbol, Timestamp, as_text
+from sharding.stream.messages.message import Properties, decode_message, encode_message
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 longs = st.integers(-(2**63), 2**63 - 1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.stream.producing.batch import Batch
-from sharding.stream.producing.outbox import Outbox
+from sharding.stream.producer.outbox import Batch, Outbox
 
 counts = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 gaps = st.sampled_from([0, 0, 0, 1, 5])

@@ -22,7 +22,7 @@ from pyspark.sql import functions as f
 
 from sharding.cluster.management import Management
 from sharding.errors import WarrenError
-from sharding.stream.consuming.probe import PROBE_NAME
+from sharding.stream.consumer.probe import PROBE_NAME
 from tests.spark.stored import PATIENT
 
 KEYS = 5_000

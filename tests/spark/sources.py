@@ -12,9 +12,8 @@ from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
-from sharding.stream.consuming.consumer_options import ConsumerOptions
 from sharding.stream.environment import StreamEnvironment
-from sharding.stream.stream_arguments import StreamArguments
+from sharding.stream.options import ConsumerOptions, StreamArguments
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.sharded import raw_channel

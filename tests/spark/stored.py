@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from sharding import Policy
 from sharding.stream.environment import StreamEnvironment
-from sharding.stream.formats.columns import Columns
-from sharding.stream.producing.partitioning import by_hash
+from sharding.stream.options import Columns
+from sharding.stream.producer.partitioning import by_hash
 from tests.cluster import Cluster
 from tests.cluster.waiting import PATIENCE
 from tests.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of

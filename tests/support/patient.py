@@ -16,7 +16,7 @@ import pytest
 from sharding.cluster.topology import TopologyOptions
 from sharding.groups import GroupOptions, StreamGroupOptions
 from sharding.groups.handling.threads import HandlerThreads
-from sharding.stream.routes.rules import RouteOptions
+from sharding.stream.options import RouteOptions
 from tests.cluster.waiting import PATIENCE
 
 TOPOLOGY = TopologyOptions(

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from sharding.stream.connections.attachments import PublisherHandler, SubscriberHandler
+from sharding.stream.connections.connection import StreamClient
 from sharding.stream.errors import ClientFull, ConnectionLost
-from sharding.stream.handlers import PublisherHandler, SubscriberHandler
-from sharding.stream.network.client import StreamClient
-from sharding.stream.protocol import MAX_PUBLISHERS, Broker
+from sharding.stream.protocol.constants import MAX_PUBLISHERS, Broker
 
 
 class Handler:
@@ -39,7 +39,7 @@ class FakeClient:
         self.server_version = (4, 0, 5)
         self.on_metadata_update: Callable[[str, int], None] | None = None
         self.closed = False
-        self.worn = False
+        self.lost_credit = False
         self.asked: list[Any] = []
         self.answer: Callable[[Any, float], Any] = lambda _request, _timeout: None
         self._lock = threading.Lock()

@@ -41,7 +41,7 @@ def output(*arguments: object) -> str:
 
 def run(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:
     """The real command, in its own process; `code` runs before it."""
-    program = f"{code}\nfrom sharding.cli import main; main()"
+    program = f"{code}\nfrom sharding.cli.main import main; main()"
     words = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
 

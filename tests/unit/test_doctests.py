@@ -14,7 +14,7 @@ MODULES = [
     "sharding",
     *(module.name for module in pkgutil.walk_packages(sharding.__path__, "sharding.")),
 ]
-WITH_EXAMPLES = {"sharding.hashing", "sharding.naming", "sharding.policy", "sharding.shard_map"}
+WITH_EXAMPLES = {f"sharding.maps.{name}" for name in ("naming", "policy", "shard_map", "slots")}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -23,3 +23,7 @@ def test_examples_are_true(name: str) -> None:
     assert results.failed == 0
     # An example that is not found is not tested either.
     assert results.attempted > 0 or name not in WITH_EXAMPLES
+
+
+def test_modules_that_have_examples_exist() -> None:
+    assert set(MODULES) >= WITH_EXAMPLES

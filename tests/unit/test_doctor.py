@@ -24,7 +24,7 @@ from sharding.doctor.nodes import (
 )
 from sharding.doctor.permissions import Right, Rights, judge_rights
 from sharding.doctor.reach import Place, Protocol, Reached, Step, judge_place, places_from
-from sharding.stream.protocol import Broker
+from sharding.stream.protocol.constants import Broker
 
 URLS = (
     ["amqp://ann:c4nary@rmq0/orders"],

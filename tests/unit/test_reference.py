@@ -22,7 +22,7 @@ from sharding import Policy, Topology, TopologyOptions
 from sharding.cli import main as command
 from sharding.errors import InvalidInput, WarrenError, is_retryable
 from sharding.groups import GroupOptions, Retry
-from sharding.groups.options import StreamGroupOptions
+from sharding.groups.streams.options import StreamGroupOptions
 from sharding.stream import (
     ConsumerOptions,
     EnvironmentOptions,

@@ -20,9 +20,9 @@ from sharding.stream.errors import (
     StreamNotFound,
     refusal,
 )
-from sharding.stream.protocol import Broker, Code
+from sharding.stream.options import RouteOptions
+from sharding.stream.protocol.constants import Broker, Code
 from sharding.stream.routes.cache import RouteCache
-from sharding.stream.routes.rules import RouteOptions
 from sharding.stream.routes.values import Finding, Missing, Partitions, StreamRoute
 from tests.cluster import wait_until
 from tests.cluster.waiting import PATIENCE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sharding.stream.protocol import Broker
+from sharding.stream.protocol.constants import Broker
 from sharding.stream.routes.values import (
     MOST_TOLD,
     Finding,

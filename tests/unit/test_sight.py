@@ -16,7 +16,7 @@ from sharding.inspection import GroupView, ShardState, ShardView, View, Watched
 from sharding.inspection.asking import Listed, listed_from, shard_view, view_of
 from sharding.inspection.views import ViewKind, lag, samples_of_view
 from sharding.metrics.sources import Sample
-from sharding.stream.consuming.probe import Ends
+from sharding.stream.consumer.probe import Ends
 from tests.maps import queue_map
 
 MAP = queue_map("ab")

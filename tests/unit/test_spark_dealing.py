@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sharding.errors import InvalidInput
-from sharding.stream.formats.message import decode_message
-from sharding.stream.producing.outgoing_messages import with_key
-from sharding.stream.producing.partitioning import by_hash
+from sharding.stream.messages.message import decode_message, with_key
+from sharding.stream.producer.partitioning import by_hash
 from spark.dealing import Dealer
 from spark.messages import Messages
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.stream.producing.report import Report
+from sharding.stream.producer.report import Report
 from spark.option_values import BadOption
 from spark.own_query import own_shards
 from spark.own_rows import BatchTooLarge, OwnRows

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from sharding.errors import InvalidInput
-from sharding.stream.formats.message import decode_message
+from sharding.stream.messages.message import decode_message
 from spark.message_columns import MessageColumns
 from spark.messages import Messages, RowCount, of_batch, of_rows
 

@@ -16,7 +16,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
 import spark.batch_source
 import spark.stream_source
 from sharding.errors import Unreachable
-from sharding.stream.consuming.probe import Ends
+from sharding.stream.consumer.probe import Ends
 from sharding.stream.errors import StreamNotFound
 from spark.batch_source import BatchReader
 from spark.cluster_view import ClusterView

@@ -10,7 +10,7 @@ pytest.importorskip("pyspark")
 import pyarrow as pa
 from pyspark.sql.pandas.types import to_arrow_schema
 
-from sharding.stream.formats.arrow_columns import PROPERTIES
+from sharding.stream.arrow.batches import PROPERTIES
 from spark.columns import COLUMNS, DEFAULT_COLUMNS, client_columns, spark_schema
 from spark.rows import Origin, RowMaker
 

@@ -12,10 +12,9 @@ import pytest
 
 from sharding.errors import InvalidInput
 from sharding.stream.errors import ProtocolError
-from sharding.stream.formats.amqp_reader import MAX_DEPTH, AmqpReader
-from sharding.stream.formats.amqp_types import AmqpValue, Described, Symbol, Timestamp, as_text
-from sharding.stream.formats.amqp_writer import write_value
-from sharding.stream.formats.message import (
+from sharding.stream.messages.amqp_codec import MAX_DEPTH, AmqpReader, write_value
+from sharding.stream.messages.amqp_values import AmqpValue, Described, Symbol, Timestamp, as_text
+from sharding.stream.messages.message import (
     Message,
     Properties,
     decode_message,

@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 
 from sharding import InvalidInput
-from sharding.stream.administration import check_name
-from sharding.stream.stream_arguments import StreamArguments
+from sharding.stream.admin import check_name
+from sharding.stream.options import StreamArguments
 
 
 def test_nothing_given_leaves_everything_to_the_broker() -> None:

@@ -9,14 +9,14 @@ import pyarrow as pa
 import pytest
 
 from sharding.errors import InvalidInput
+from sharding.stream.arrow import batches
+from sharding.stream.arrow.batches import BatchReader
 from sharding.stream.errors import ProtocolError
-from sharding.stream.formats import arrow
-from sharding.stream.formats.amqp_types import Symbol, Timestamp
-from sharding.stream.formats.arrow import BatchReader
-from sharding.stream.formats.codecs import Compression
-from sharding.stream.formats.columns import Columns
-from sharding.stream.formats.message import Properties, encode_data, encode_message
-from sharding.stream.protocol import Limits
+from sharding.stream.messages.amqp_values import Symbol, Timestamp
+from sharding.stream.messages.codecs import Compression
+from sharding.stream.messages.message import Properties, encode_data, encode_message
+from sharding.stream.options import Columns
+from sharding.stream.protocol.constants import Limits
 from tests.chunks import TIMESTAMP_MS, SubBatch, chunk, chunk_of, sub_batch_entry, with_length
 
 ALL = Columns(key=True, properties=True, application_properties=True)
@@ -54,7 +54,7 @@ def no_single_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> None:
         raise AssertionError("a message was read one by one")
 
-    monkeypatch.setattr(arrow, "decode_message", refuse)
+    monkeypatch.setattr(batches, "decode_message", refuse)
 
 
 @pytest.mark.parametrize("messages", [EQUAL, MIXED, RICH])

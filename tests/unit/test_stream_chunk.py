@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 import pytest
 
 from sharding.stream.errors import ProtocolError
-from sharding.stream.formats.chunk import HEADER_SIZE, check_crc, messages, parse_header
-from sharding.stream.formats.codecs import Compression
-from sharding.stream.protocol import Limits
+from sharding.stream.messages.chunk import HEADER_SIZE, check_crc, messages, parse_header
+from sharding.stream.messages.codecs import Compression
+from sharding.stream.protocol.constants import Limits
 from tests.chunks import SubBatch, chunk, chunk_of, sub_batch_entry, with_length
 
 LIMITS = Limits()

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from sharding.stream.connections.connection import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.errors import (
     ClientFull,
     ConnectionLost,
@@ -17,10 +18,14 @@ from sharding.stream.errors import (
     StreamExists,
     StreamUnavailable,
 )
-from sharding.stream.frames.admin_requests import Create, StreamStats
-from sharding.stream.frames.requests import QueryOffset, activity_answer_frame, credit_frame
-from sharding.stream.network.client import ConnectOptions, Login, StreamClient, connect
-from sharding.stream.protocol import Broker, Code, Key, OffsetSpec
+from sharding.stream.protocol.commands import (
+    Create,
+    QueryOffset,
+    StreamStats,
+    activity_answer_frame,
+    credit_frame,
+)
+from sharding.stream.protocol.constants import Broker, Code, Key, OffsetSpec
 from tests.cluster.waiting import PATIENCE
 from tests.fake_broker import FakeBroker, Peer
 from tests.stream_frames import CHUNK, CLOSE, PUSHED, answer, frame
@@ -206,7 +211,7 @@ def test_a_stream_that_leaves_the_node_is_told_to_its_handlers_and_to_nobody_els
         assert reason.subject == "invoices-0"
     assert updates.wait_for(1) == [("invoices-0", 6)]
     assert (client.publishers, client.subscribers) == (1, 0)
-    assert client.worn
+    assert client.lost_credit
     client.close(0)
     assert isinstance(other.wait_for(1)[0], ConnectionLost)
     assert len(publisher.told) == len(subscriber.told) == 1

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from sharding.stream.connections import outgoing
+from sharding.stream.connections.connection import ConnectOptions, StreamClient, connect
 from sharding.stream.errors import ConnectionLost
-from sharding.stream.frames.admin_requests import Create
-from sharding.stream.frames.requests import activity_answer_frame, credit_frame
-from sharding.stream.network import outgoing
-from sharding.stream.network.client import ConnectOptions, StreamClient, connect
-from sharding.stream.protocol import Key, OffsetSpec
+from sharding.stream.protocol.commands import Create, activity_answer_frame, credit_frame
+from sharding.stream.protocol.constants import Key, OffsetSpec
 from tests.cluster.waiting import PATIENCE
 from tests.fake_broker import FakeBroker, Peer
 from tests.stream_frames import PUSHED, frame

@@ -11,8 +11,8 @@ import pytest
 
 from sharding.errors import LocalError
 from sharding.stream.errors import ProtocolError
-from sharding.stream.formats.codecs import Compression, compress, decompress, require
-from sharding.stream.protocol import Limits
+from sharding.stream.messages.codecs import Compression, compress, decompress, require
+from sharding.stream.protocol.constants import Limits
 
 CONTENT = b"".join(b"message %d, " % number for number in range(20_000))
 LIMITS = Limits()

@@ -9,11 +9,18 @@ import pytest
 
 from sharding import InvalidInput
 from sharding.stream.errors import NotSupported, ProtocolError, TooManyRequests
-from sharding.stream.frames import connection as module
-from sharding.stream.frames.admin_requests import Create, ResolveOffsetSpec, StreamStats
-from sharding.stream.frames.answers import Answer
-from sharding.stream.frames.connection import Connection
-from sharding.stream.frames.events import (
+from sharding.stream.protocol import session as module
+from sharding.stream.protocol.answers import Answer
+from sharding.stream.protocol.commands import (
+    Create,
+    Partitions,
+    ResolveOffsetSpec,
+    Route,
+    StreamStats,
+    close_answer_frame,
+)
+from sharding.stream.protocol.constants import FIRST, Key, Limits
+from sharding.stream.protocol.events import (
     ActivityAsked,
     Answered,
     ChunkArrived,
@@ -25,9 +32,8 @@ from sharding.stream.frames.events import (
     StreamChanged,
     ToSend,
 )
-from sharding.stream.frames.primitives import Reader
-from sharding.stream.frames.requests import Partitions, Route, close_answer_frame
-from sharding.stream.protocol import FIRST, Key, Limits
+from sharding.stream.protocol.session import Connection
+from sharding.stream.protocol.wire import Reader
 from tests.stream_frames import (
     ANSWERED,
     CHUNK,

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from sharding.errors import InvalidInput, Unreachable
-from sharding.stream.consuming.consumer import Consumer
-from sharding.stream.consuming.consumer_options import ConsumerOptions, offset_spec
-from sharding.stream.consuming.reading import RangeReading, read_range
+from sharding.stream.consumer.consumer import Consumer
+from sharding.stream.consumer.ranges import RangeReading, read_range
 from sharding.stream.errors import (
     AuthenticationFailed,
     DataLost,
@@ -23,8 +22,9 @@ from sharding.stream.errors import (
     StreamNotFound,
     refusal,
 )
-from sharding.stream.frames.requests import Subscribe
-from sharding.stream.protocol import Code, OffsetSpec
+from sharding.stream.options import ConsumerOptions, offset_spec
+from sharding.stream.protocol.commands import Subscribe
+from sharding.stream.protocol.constants import Code, OffsetSpec
 from tests.unit.fake_streams import A, FakeClient, FakeCluster, chunk_of
 
 

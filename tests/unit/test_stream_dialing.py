@@ -9,8 +9,8 @@ import time
 import pytest
 
 from sharding.errors import Unreachable
-from sharding.stream.network.dialing import resolved
-from sharding.stream.protocol import Broker
+from sharding.stream.connections.transport import resolved
+from sharding.stream.protocol.constants import Broker
 
 
 @pytest.mark.parametrize(

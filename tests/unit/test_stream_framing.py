@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 
 from sharding.stream.errors import ProtocolError
-from sharding.stream.frames.framing import FIRST_STEP, READ_BUFFER, Frame, FrameReader
-from sharding.stream.protocol import MIB, Key, Limits
+from sharding.stream.protocol.constants import MIB, Key, Limits
+from sharding.stream.protocol.frames import FIRST_STEP, READ_BUFFER, Frame, FrameReader
 from tests.stream_frames import frame
 
 

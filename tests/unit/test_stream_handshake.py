@@ -8,11 +8,11 @@ import pytest
 
 from sharding import InvalidInput
 from sharding.stream.errors import AccessRefused, AuthenticationFailed, ProtocolError
-from sharding.stream.frames.connection import Connection
-from sharding.stream.frames.events import Opened
-from sharding.stream.frames.handshake import Login
-from sharding.stream.frames.requests import tune_frame
-from sharding.stream.protocol import Broker, Code, Key, Limits
+from sharding.stream.protocol.commands import tune_frame
+from sharding.stream.protocol.constants import Broker, Code, Key, Limits
+from sharding.stream.protocol.events import Opened
+from sharding.stream.protocol.handshake import Login
+from sharding.stream.protocol.session import Connection
 from tests.stream_frames import (
     LOGIN,
     PASSWORD,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sharding.stream.frames.heartbeats import Heartbeats
+from sharding.stream.protocol.session import Heartbeats
 
 
 def test_something_is_sent_at_least_every_half_interval() -> None:

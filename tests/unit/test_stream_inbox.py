@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.errors import Unreachable
-from sharding.stream.consuming.inbox import Inbox, Lane, Taken
+from sharding.stream.consumer.inbox import Inbox, Lane, Taken
 from tests.cluster.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(PATIENCE)  # who waits for ever fails by this

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from sharding.errors import InvalidInput, LocalError, Unreachable
+from sharding.stream.connections.connection import StreamClient
+from sharding.stream.connections.locator import ARM_REFERENCE, Locator
 from sharding.stream.errors import (
     AuthenticationFailed,
     ConnectionLost,
@@ -21,16 +23,14 @@ from sharding.stream.errors import (
     StreamUnavailable,
     refusal,
 )
-from sharding.stream.frames import admin_requests, requests
-from sharding.stream.frames.answers import (
+from sharding.stream.protocol import commands
+from sharding.stream.protocol.answers import (
     MetadataAnswer,
     OffsetAnswer,
     PartitionsAnswer,
     StreamMetadata,
 )
-from sharding.stream.network.client import StreamClient
-from sharding.stream.network.locator import ARM_REFERENCE, Locator
-from sharding.stream.protocol import Broker, Code
+from sharding.stream.protocol.constants import Broker, Code
 from sharding.stream.routes.values import Missing, Partitions, StreamRoute
 from tests.cluster import wait_until
 from tests.cluster.waiting import PATIENCE
@@ -40,7 +40,7 @@ from tests.unit.stream_fakes import FakeClient, as_client
 pytestmark = pytest.mark.timeout(PATIENCE)  # who waits for ever fails by this
 
 A, B, C = ADDRESSES = Broker("a", 5552), Broker("b", 5552), Broker("c", 5552)
-QUESTION = requests.Metadata(("s",))
+QUESTION = commands.Metadata(("s",))
 Answers = Callable[[Any, float], Any]
 
 
@@ -201,7 +201,7 @@ def test_what_changes_something_is_not_sent_twice() -> None:
     network.answers = dict.fromkeys(ADDRESSES, silence)
     with locator_of(network) as locator:
         with pytest.raises(NoAnswerInTime):
-            locator.call(admin_requests.Delete("s"), PATIENCE)
+            locator.call(commands.Delete("s"), PATIENCE)
         assert sum(len(client.asked) for client in network.clients) == 1
 
 
@@ -214,7 +214,7 @@ def test_refusal_is_an_answer() -> None:
     network.answers[A] = refuse
     with locator_of(network) as locator:
         with pytest.raises(StreamNotFound):
-            locator.call(admin_requests.Delete("s"), PATIENCE)
+            locator.call(commands.Delete("s"), PATIENCE)
         assert network.dialled == [A]
 
 
@@ -286,7 +286,7 @@ def test_metadata_says_what_is_there_what_has_no_leader_and_what_is_missing() ->
 def test_partitions_of_what_is_no_super_stream_are_missing() -> None:
     network = Network()
 
-    def answer(request: requests.Partitions, _timeout: float) -> Any:
+    def answer(request: commands.Partitions, _timeout: float) -> Any:
         if request.super_stream == "gone":
             raise refusal("Partitions", Code.NO_SUCH_STREAM, "gone")
         if request.super_stream == "away":
@@ -308,7 +308,7 @@ def test_arming_looks_the_leader_up_and_pushes_are_passed_on() -> None:
     told: list[str] = []
 
     def answer(request: Any, _timeout: float) -> Any:
-        assert request == requests.QueryOffset(ARM_REFERENCE, request.stream)
+        assert request == commands.QueryOffset(ARM_REFERENCE, request.stream)
         if request.stream == "gone":
             raise refusal("QueryOffset", Code.NO_SUCH_STREAM, "gone")
         return OffsetAnswer(Code.NO_OFFSET, None)

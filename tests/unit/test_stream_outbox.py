@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from sharding.stream.producing.batch import Batch, failures
-from sharding.stream.producing.outbox import Outbox
+from sharding.stream.producer.outbox import Batch, Outbox, failures
 
 
 def batch(first: int, count: int) -> Batch:

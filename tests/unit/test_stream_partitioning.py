@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from sharding.stream.producing.partitioning import by_hash
+from sharding.stream.producer.partitioning import by_hash
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "murmur3.json").read_text())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from sharding.stream.network.placement import Placement, consumer_candidates
-from sharding.stream.protocol import Broker
+from sharding.stream.connections.placement import Placement, consumer_candidates
+from sharding.stream.protocol.constants import Broker
 from sharding.stream.routes.values import StreamRoute
 
 A, B, C, D = (Broker(host, 5552) for host in "abcd")

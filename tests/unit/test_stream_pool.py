@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from sharding.errors import LocalError, ShardUnavailable, Unreachable
+from sharding.stream.connections.connection import StreamClient
+from sharding.stream.connections.node_search import Tries
+from sharding.stream.connections.pool import OwnConnections, Pool
 from sharding.stream.errors import AuthenticationFailed, NodeNotReached
-from sharding.stream.network.balancer import Tries
-from sharding.stream.network.client import StreamClient
-from sharding.stream.network.pool import OwnConnections, Pool
-from sharding.stream.protocol import Broker, Code
+from sharding.stream.protocol.constants import Broker, Code
 from tests.cluster import wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support.hand_time import HandClock
@@ -122,10 +122,10 @@ def test_full_connection_is_followed_by_another() -> None:
 
 def test_connection_that_lost_credit_gets_no_new_publishers() -> None:
     with pool_of(Network()) as pool:
-        worn = publish(pool, A)
-        worn.worn = True
-        assert publish(pool, A) is not worn
-        assert not worn.closed, "others may still publish there"
+        spent = publish(pool, A)
+        spent.lost_credit = True
+        assert publish(pool, A) is not spent
+        assert not spent.closed, "others may still publish there"
 
 
 def test_threads_that_want_the_same_node_share_one_dial() -> None:

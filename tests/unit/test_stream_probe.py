@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from sharding.stream.consuming.data_loss import is_lost
-from sharding.stream.consuming.probe import PROBE_NAME, Ends, first_and_last, leader_ends
+from sharding.stream.consumer.data_loss import is_lost
+from sharding.stream.consumer.probe import PROBE_NAME, Ends, first_and_last, leader_ends
 from sharding.stream.errors import ConnectionLost, NoAnswerInTime
-from sharding.stream.frames.requests import Metadata, Subscribe
+from sharding.stream.protocol.commands import Metadata, Subscribe
 from tests.cluster.waiting import PATIENCE
 from tests.unit.fake_streams import A, FakeClient, FakeCluster, FakeStream
 

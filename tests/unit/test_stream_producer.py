@@ -13,6 +13,9 @@ import pytest
 
 from sharding.errors import InvalidInput, LocalError, OutcomeUnknown, is_retryable
 from sharding.maps.slots import murmur3
+from sharding.stream.connections.attachments import PublisherHandler
+from sharding.stream.connections.background import Recovery
+from sharding.stream.connections.connection import StreamClient
 from sharding.stream.errors import (
     AuthenticationFailed,
     ConnectionLost,
@@ -21,27 +24,21 @@ from sharding.stream.errors import (
     StreamNotFound,
     refusal,
 )
-from sharding.stream.formats.codecs import Compression
-from sharding.stream.formats.message import encode_data, encode_message
-from sharding.stream.formats.properties import Properties
-from sharding.stream.frames.answers import Answer, RouteAnswer, SequenceAnswer
-from sharding.stream.frames.requests import (
+from sharding.stream.messages.codecs import Compression
+from sharding.stream.messages.message import Properties, encode_data, encode_message
+from sharding.stream.options import ProducerOptions
+from sharding.stream.producer.partitioning import BrokerRoutes, Unroutable, by_hash
+from sharding.stream.producer.producer import Producer
+from sharding.stream.producer.report import NotStored, PerhapsNotStored
+from sharding.stream.protocol.answers import Answer, RouteAnswer, SequenceAnswer
+from sharding.stream.protocol.commands import (
     DeclarePublisher,
     DeletePublisher,
     QueryPublisherSequence,
     Request,
     Route,
 )
-from sharding.stream.handlers import PublisherHandler
-from sharding.stream.network.client import StreamClient
-from sharding.stream.network.recovery import Recovery
-from sharding.stream.producing.broker_routes import BrokerRoutes
-from sharding.stream.producing.partitioning import by_hash
-from sharding.stream.producing.producer import Producer
-from sharding.stream.producing.producer_options import ProducerOptions
-from sharding.stream.producing.report import NotStored, PerhapsNotStored
-from sharding.stream.producing.targets import Unroutable
-from sharding.stream.protocol import Broker, Code, Key
+from sharding.stream.protocol.constants import Broker, Code, Key
 from tests.cluster import wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support.hand_time import HandRecovery

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sharding.stream.network.recovery import SHORT_WORKERS, Recovery
+from sharding.stream.connections.background import SHORT_WORKERS, Recovery
 from tests.cluster import wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support.hand_time import HandClock
@@ -129,7 +129,7 @@ def test_an_idle_thread_holds_nothing_of_its_last_job(recovery: Recovery) -> Non
 def test_a_recovery_left_open_does_not_keep_the_process_alive() -> None:
     script = (
         "import threading\n"
-        "from sharding.stream.network.recovery import Recovery\n"
+        "from sharding.stream.connections.background import Recovery\n"
         "r = Recovery(); e = threading.Event()\n"
         "r.schedule(0, e.set); r.schedule(3600, e.set); e.wait()\n"
     )

@@ -8,8 +8,8 @@ import pytest
 
 from sharding import InvalidInput
 from sharding.stream.errors import ProtocolError
-from sharding.stream.frames import admin_requests, requests
-from sharding.stream.frames.answers import (
+from sharding.stream.protocol import commands
+from sharding.stream.protocol.answers import (
     Answer,
     MetadataAnswer,
     OffsetAnswer,
@@ -19,7 +19,9 @@ from sharding.stream.frames.answers import (
     StreamMetadata,
     VersionRange,
 )
-from sharding.stream.frames.handshake import (
+from sharding.stream.protocol.commands import Request
+from sharding.stream.protocol.constants import FIRST, NEXT, Broker, Code, OffsetSpec
+from sharding.stream.protocol.handshake import (
     Close,
     ExchangeCommandVersions,
     Open,
@@ -27,9 +29,7 @@ from sharding.stream.frames.handshake import (
     SaslAuthenticate,
     SaslHandshake,
 )
-from sharding.stream.frames.primitives import Reader
-from sharding.stream.frames.requests import Request
-from sharding.stream.protocol import FIRST, NEXT, Broker, Code, OffsetSpec
+from sharding.stream.protocol.wire import Reader
 from tests.stream_frames import ANSWERED, METADATA, OK, PASSWORD
 
 
@@ -40,50 +40,50 @@ def text(value: str) -> str:
 @pytest.mark.parametrize(
     ("request_", "key", "body"),
     [
-        (requests.DeclarePublisher(7, "me", "s"), 1, "07" + text("me") + text("s")),
-        (requests.DeclarePublisher(7, None, "s"), 1, "07 0000" + text("s")),
-        (requests.QueryPublisherSequence("me", "s"), 5, text("me") + text("s")),
-        (requests.DeletePublisher(7), 6, "07"),
+        (commands.DeclarePublisher(7, "me", "s"), 1, "07" + text("me") + text("s")),
+        (commands.DeclarePublisher(7, None, "s"), 1, "07 0000" + text("s")),
+        (commands.QueryPublisherSequence("me", "s"), 5, text("me") + text("s")),
+        (commands.DeletePublisher(7), 6, "07"),
         (
-            requests.Subscribe(7, "s", OffsetSpec.at(5), 10),
+            commands.Subscribe(7, "s", OffsetSpec.at(5), 10),
             7,
             "07" + text("s") + "0004 0000000000000005 000a 00000000",
         ),
         (
-            requests.Subscribe(7, "s", FIRST, 10, {"a": "b"}),
+            commands.Subscribe(7, "s", FIRST, 10, {"a": "b"}),
             7,
             "07" + text("s") + "0001 000a 00000001" + text("a") + text("b"),
         ),
-        (requests.QueryOffset("me", "s"), 11, text("me") + text("s")),
-        (requests.Unsubscribe(7), 12, "07"),
+        (commands.QueryOffset("me", "s"), 11, text("me") + text("s")),
+        (commands.Unsubscribe(7), 12, "07"),
         (
-            admin_requests.Create("s", {"a": "b"}),
+            commands.Create("s", {"a": "b"}),
             13,
             text("s") + "00000001" + text("a") + text("b"),
         ),
-        (admin_requests.Delete("s"), 14, text("s")),
-        (requests.Metadata(("s", "t")), 15, "00000002" + text("s") + text("t")),
+        (commands.Delete("s"), 14, text("s")),
+        (commands.Metadata(("s", "t")), 15, "00000002" + text("s") + text("t")),
         (PeerProperties({"a": "b"}), 17, "00000001" + text("a") + text("b")),
         (SaslHandshake(), 18, ""),
         (SaslAuthenticate("PLAIN", b"x", "u"), 19, text("PLAIN") + "00000001 78"),
         (Open("/"), 21, text("/")),
         (Close(1, "OK"), 22, "0001" + text("OK")),
-        (requests.Route("k", "s"), 24, text("k") + text("s")),
-        (requests.Partitions("s"), 25, text("s")),
+        (commands.Route("k", "s"), 24, text("k") + text("s")),
+        (commands.Partitions("s"), 25, text("s")),
         (ExchangeCommandVersions((VersionRange(8, 1, 2),)), 27, "00000001 0008 0001 0002"),
-        (admin_requests.StreamStats("s"), 28, text("s")),
+        (commands.StreamStats("s"), 28, text("s")),
         (
-            admin_requests.CreateSuperStream("s", ("s-0",), ("0",), {"a": "b"}),
+            commands.CreateSuperStream("s", ("s-0",), ("0",), {"a": "b"}),
             29,
             text("s")
             + ("00000001" + text("s-0"))
             + ("00000001" + text("0"))
             + ("00000001" + text("a") + text("b")),
         ),
-        (admin_requests.DeleteSuperStream("s"), 30, text("s")),
-        (admin_requests.ResolveOffsetSpec("s", NEXT), 31, text("s") + "0003 00000000"),
+        (commands.DeleteSuperStream("s"), 30, text("s")),
+        (commands.ResolveOffsetSpec("s", NEXT), 31, text("s") + "0003 00000000"),
         (
-            admin_requests.ResolveOffsetSpec("s", NEXT, {"a": "b"}),
+            commands.ResolveOffsetSpec("s", NEXT, {"a": "b"}),
             31,
             text("s") + "0003 00000001" + text("a") + text("b"),
         ),
@@ -100,18 +100,18 @@ def test_a_request_is_written_as_the_protocol_says(
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        (requests.publish_header(7, 2, 100), "0000006d 0002 0001 07 00000002"),
-        (requests.publish_header(7, 2, 100, 2), "0000006d 0002 0002 07 00000002"),
-        (requests.credit_frame(7, 10), "00000007 0009 0001 07 000a"),
+        (commands.publish_header(7, 2, 100), "0000006d 0002 0001 07 00000002"),
+        (commands.publish_header(7, 2, 100, 2), "0000006d 0002 0002 07 00000002"),
+        (commands.credit_frame(7, 10), "00000007 0009 0001 07 000a"),
         (
-            requests.store_offset_frame("me", "s", 5),
+            commands.store_offset_frame("me", "s", 5),
             "00000013 000a 0001" + text("me") + text("s") + "0000000000000005",
         ),
-        (requests.heartbeat_frame(), "00000004 0017 0001"),
-        (requests.tune_frame(1024, 60), "0000000c 0014 0001 00000400 0000003c"),
-        (requests.close_answer_frame(9), "0000000a 8016 0001 00000009 0001"),
+        (commands.heartbeat_frame(), "00000004 0017 0001"),
+        (commands.tune_frame(1024, 60), "0000000c 0014 0001 00000400 0000003c"),
+        (commands.close_answer_frame(9), "0000000a 8016 0001 00000009 0001"),
         (
-            requests.activity_answer_frame(9, OffsetSpec.at(5)),
+            commands.activity_answer_frame(9, OffsetSpec.at(5)),
             "00000014 801a 0001 00000009 0001 0004 0000000000000005",
         ),
     ],
@@ -125,16 +125,16 @@ def test_frames_without_an_answer_are_written_as_the_protocol_says(
 @pytest.mark.parametrize(
     "request_",
     [
-        requests.DeclarePublisher(1, "x" * 256, "s"),
-        requests.QueryPublisherSequence("x" * 256, "s"),
-        requests.QueryOffset("x" * 256, "s"),
+        commands.DeclarePublisher(1, "x" * 256, "s"),
+        commands.QueryPublisherSequence("x" * 256, "s"),
+        commands.QueryOffset("x" * 256, "s"),
     ],
 )
 def test_a_reference_that_crashes_old_brokers_is_never_sent(request_: Request[Any]) -> None:
     with pytest.raises(InvalidInput, match="255 bytes"):
         request_.encode(1)
     with pytest.raises(InvalidInput, match="255 bytes"):
-        requests.store_offset_frame("x" * 256, "s", 1)
+        commands.store_offset_frame("x" * 256, "s", 1)
 
 
 def test_metadata_gives_leader_and_replicas_and_leaves_out_nodes_that_left() -> None:
@@ -177,7 +177,7 @@ def test_a_refusal_is_read_whatever_follows_its_code(
 
 
 def test_no_stored_offset_is_an_answer_and_not_an_error() -> None:
-    assert Code.NO_OFFSET in requests.QueryOffset.accepted_codes
+    assert Code.NO_OFFSET in commands.QueryOffset.accepted_codes
     assert OffsetAnswer.read(Reader(b"\0\x13" + bytes(8))).offset is None
 
 

@@ -17,12 +17,13 @@ import pytest
 
 from sharding.groups.handling.delivery import Dead, Delivery
 from sharding.groups.handling.threads import HandlerThreads
-from sharding.groups.options import MAX_HANDOVER, Retry, StreamGroupOptions
-from sharding.groups.streams.group import Counts
+from sharding.groups.options import Retry
+from sharding.groups.streams.options import MAX_HANDOVER, StreamGroupOptions
 from sharding.groups.streams.partition import Begins, Changes, Ends, Lost, PartitionReader, Shared
-from sharding.stream.consuming.inbox import Inbox, Lane
+from sharding.groups.streams.progress import Counts
+from sharding.stream.consumer.inbox import Inbox, Lane
 from sharding.stream.errors import StreamNotFound, refusal
-from sharding.stream.protocol import NEXT, Code, OffsetSpec
+from sharding.stream.protocol.constants import NEXT, Code, OffsetSpec
 from tests.cluster import wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.unit.fake_streams import FakeCluster

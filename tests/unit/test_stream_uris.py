@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sharding import InvalidInput
-from sharding.stream.protocol import Broker
+from sharding.stream.protocol.constants import Broker
 from sharding.stream.uris import StreamUri, parse_all
 
 

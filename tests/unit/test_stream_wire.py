@@ -9,9 +9,9 @@ import pytest
 
 from sharding import InvalidInput
 from sharding.stream.errors import ProtocolError
-from sharding.stream.frames import primitives as wire
-from sharding.stream.frames.primitives import Reader
-from sharding.stream.protocol import FIRST, LAST, NEXT, OffsetSpec
+from sharding.stream.protocol import wire
+from sharding.stream.protocol.constants import FIRST, LAST, NEXT, OffsetSpec
+from sharding.stream.protocol.wire import Reader
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ import sys
 
 import pytest
 
-from sharding.stream.frames import wire_log as module
-from sharding.stream.frames.framing import Frame
-from sharding.stream.frames.handshake import SaslAuthenticate
-from sharding.stream.frames.requests import credit_frame, heartbeat_frame, publish_header
-from sharding.stream.frames.wire_log import VARIABLE, WireLog, described, wire_log
-from sharding.stream.network.client import ConnectOptions, connect
+from sharding.stream.connections.connection import ConnectOptions, connect
+from sharding.stream.protocol import frames as module
+from sharding.stream.protocol.commands import credit_frame, heartbeat_frame, publish_header
+from sharding.stream.protocol.frames import VARIABLE, Frame, WireLog, described, wire_log
+from sharding.stream.protocol.handshake import SaslAuthenticate
 from tests.cluster.waiting import PATIENCE
 from tests.fake_broker import FakeBroker
 from tests.stream_frames import LOGIN, PASSWORD

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from sharding.errors import WarrenError
 from sharding.groups.handling.delivery import Dead, Delivery
-from sharding.groups.streams.group import Counts
+from sharding.groups.streams.progress import Counts
 from sharding.stream.environment import StreamEnvironment
-from sharding.stream.formats.amqp_types import AmqpValue
-from sharding.stream.formats.message import Message, encode_message
-from sharding.stream.producing.producer import Producer
+from sharding.stream.messages.amqp_values import AmqpValue
+from sharding.stream.messages.message import Message, encode_message
+from sharding.stream.producer.producer import Producer
 
 logger = logging.getLogger("warren.groups")
 

@@ -15,17 +15,19 @@ from collections.abc import Callable, Iterable, Mapping
 
 from sharding.errors import InvalidInput
 from sharding.groups.handling.threads import Handler, HandlerThreads
-from sharding.groups.options import GroupOptions, for_streams
+from sharding.groups.options import GroupOptions
 from sharding.groups.queues.group import new_worker_id
 from sharding.groups.running import StopRequest, stopping_on_signals
 from sharding.groups.sharing.assignment import decide, in_hashed_order
 from sharding.groups.streams.dead_letters import DeadLetters
 from sharding.groups.streams.members import StreamMembers, members_stream
+from sharding.groups.streams.options import for_streams
 from sharding.groups.streams.partition import PartitionReader, Shared, passes
+from sharding.groups.streams.progress import Counts
 from sharding.metrics.sources import Subject
+from sharding.stream.connections.access import Access
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.errors import NotSupported, StreamNotFound
-from sharding.stream.network.access import Access
 
 logger = logging.getLogger("warren.groups")
 
@@ -359,17 +361,3 @@ class PartitionAssignment:
         self._free_since = {stream: self._free_since.get(stream, now) for stream in free}
         patience = 3 * self._options.member_timeout
         return [stream for stream, since in self._free_since.items() if now - since > patience]
-
-
-class Counts:
-    def __init__(self, names: Iterable[str]) -> None:
-        self._lock = threading.Lock()
-        self._counts = dict.fromkeys(names, 0)
-
-    def add(self, name: str, count: int = 1) -> None:
-        with self._lock:
-            self._counts[name] += count
-
-    def all(self) -> Mapping[str, int]:
-        with self._lock:
-            return dict(self._counts)

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from sharding.errors import WarrenError
 from sharding.groups.options import GroupOptions
 from sharding.groups.sharing.roster import Announcement, Kind, Roster
-from sharding.stream.administration import check_name
-from sharding.stream.consuming.consumer import Consumer
+from sharding.stream.admin import check_name
+from sharding.stream.consumer.consumer import Consumer
 from sharding.stream.environment import StreamEnvironment
-from sharding.stream.producing.producer import Producer
-from sharding.stream.protocol import MIB
-from sharding.stream.stream_arguments import StreamArguments
+from sharding.stream.options import StreamArguments
+from sharding.stream.producer.producer import Producer
+from sharding.stream.protocol.constants import MIB
 
 logger = logging.getLogger("warren.groups")
 

@@ -27,23 +27,21 @@ from typing import NamedTuple
 
 from sharding.errors import OutcomeUnknown, WarrenError, is_retryable
 from sharding.groups.handling.threads import HandlerThreads
-from sharding.groups.options import StreamGroupOptions
-from sharding.groups.streams.group import Counts
-from sharding.groups.streams.progress import DeadLetterStore, Turn
-from sharding.stream.consuming.consumer_options import ConsumerOptions, offset_spec
-from sharding.stream.consuming.data_loss import without_gap
-from sharding.stream.consuming.inbox import Inbox, Lane, Taken
-from sharding.stream.consuming.offset_store import store_offset, store_offset_surely, stored_offset
-from sharding.stream.consuming.starting import start_offset
-from sharding.stream.consuming.subscription import Subscription
+from sharding.groups.streams.options import StreamGroupOptions
+from sharding.groups.streams.progress import Counts, DeadLetterStore, Turn
+from sharding.stream.connections.access import Access
+from sharding.stream.connections.connection import StreamClient
+from sharding.stream.consumer.data_loss import without_gap
+from sharding.stream.consumer.inbox import Inbox, Lane, Taken
+from sharding.stream.consumer.offset_store import store_offset, store_offset_surely, stored_offset
+from sharding.stream.consumer.subscription import Subscription, start_offset
 from sharding.stream.errors import ProtocolError
-from sharding.stream.formats.chunk import messages, parse_header
-from sharding.stream.formats.message import Message, decode_message
-from sharding.stream.frames.handshake import ExchangeCommandVersions
-from sharding.stream.frames.versions import OURS
-from sharding.stream.network.access import Access
-from sharding.stream.network.client import StreamClient
-from sharding.stream.protocol import NEXT, Limits, OffsetSpec
+from sharding.stream.messages.chunk import messages, parse_header
+from sharding.stream.messages.message import Message, decode_message
+from sharding.stream.options import ConsumerOptions, offset_spec
+from sharding.stream.protocol.constants import NEXT, Limits, OffsetSpec
+from sharding.stream.protocol.handshake import ExchangeCommandVersions
+from sharding.stream.protocol.versions import OURS
 
 logger = logging.getLogger("warren.groups")
 

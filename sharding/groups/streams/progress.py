@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from sharding.errors import InvalidInput
 from sharding.groups.handling.delivery import Dead, Delivery, Done, Outcome
 from sharding.groups.handling.threads import HandlerThreads
-from sharding.groups.options import StreamGroupOptions
-from sharding.stream.formats.message import Message
+from sharding.groups.streams.options import StreamGroupOptions
+from sharding.stream.messages.message import Message
 
 
 class DeadLetterStore(Protocol):
@@ -172,3 +172,17 @@ class Watermark:
     def given_back(self, offset: int) -> None:  # noqa: ARG002
         """It will not be handled in this turn, so the mark will never pass it."""
         self.in_hand -= 1
+
+
+class Counts:
+    def __init__(self, names: Iterable[str]) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(names, 0)
+
+    def add(self, name: str, count: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += count
+
+    def all(self) -> Mapping[str, int]:
+        with self._lock:
+            return dict(self._counts)

@@ -17,8 +17,9 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from sharding.errors import InvalidInput, LocalError, OutcomeUnknown, Unreachable, is_retryable
+from sharding.stream.options import RouteOptions
 from sharding.stream.routes.pressure import Pressure
-from sharding.stream.routes.rules import RouteOptions, RouteState
+from sharding.stream.routes.rules import RouteState
 from sharding.stream.routes.values import (
     Finding,
     Kind,
@@ -31,7 +32,7 @@ from sharding.stream.routes.values import (
 )
 
 if TYPE_CHECKING:
-    from sharding.stream.protocol import Broker
+    from sharding.stream.protocol.constants import Broker
 
 DEFAULTS = RouteOptions()
 MAX_NAME_BYTES = 255  # of a queue, and so of a stream

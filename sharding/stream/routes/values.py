@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from sharding.stream.protocol import Broker
+    from sharding.stream.protocol.constants import Broker
 
 
 class Kind(Enum):

@@ -1,0 +1,1 @@
+"""Chunks as Arrow record batches, without a Python object for each message. Pure."""

@@ -1,0 +1,133 @@
+"""The first and the last offset of a stream.
+
+StreamStats can't answer this: it counts chunks that are never delivered, and 3.10 does not have
+it. So two subscriptions with one credit each ask for the first and the last chunk. Whether there
+is any is known without a time-out: a broker sends the chunks it has before it answers the next
+request on the connection, so a stream is empty if the answer to Metadata comes first. If only the
+first chunk came, the last one is not committed yet, and will come.
+
+The broker lists these subscriptions while they last. They have a name, so that whoever counts who
+reads from where can leave them out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sharding.errors import WarrenError
+from sharding.stream.connections.access import Access
+from sharding.stream.errors import NoAnswerInTime, ProtocolError
+from sharding.stream.messages.chunk import ChunkHeader, parse_header
+from sharding.stream.protocol.commands import Metadata, Subscribe, Unsubscribe
+from sharding.stream.protocol.constants import FIRST, LAST, NEXT, OffsetSpec
+
+if TYPE_CHECKING:
+    from sharding.stream.connections.connection import StreamClient
+
+PROBE_NAME = "warren.probe"
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Where a stream that is not empty begins and ends."""
+
+    first: int
+    last: int
+    last_chunk: int
+    """The first offset of the last chunk."""
+
+
+def first_and_last(
+    client: StreamClient,
+    stream: str,
+    timeout: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Ends | None:
+    """The first and last offsets of messages that `client`'s node has; None if it has none.
+
+    The node must hold a member of the stream. Other members may be ahead of it; none is ahead of
+    the leader.
+    """
+    deadline = clock() + timeout
+    arrival = threading.Condition()
+    ends = [_FirstChunk(arrival), _FirstChunk(arrival)]
+    attached: list[int] = []
+    try:
+        for end, spec in zip(ends, (FIRST, LAST), strict=True):
+            attached.append(client.attach_subscriber(end, stream))
+            named = {"name": PROBE_NAME}
+            subscribe = Subscribe(attached[-1], stream, spec, credit=1, properties=named)
+            client.call(subscribe, timeout=max(0.0, deadline - clock()))
+        client.call(Metadata((stream,)), timeout=max(0.0, deadline - clock()))
+        with arrival:
+            if not any(end.settled for end in ends):
+                return None
+            if not arrival.wait_for(
+                lambda: all(end.settled for end in ends), max(0.0, deadline - clock())
+            ):
+                raise NoAnswerInTime(f"the last chunk of {stream!r} was not committed in time")
+        first, last = (end.header() for end in ends)
+    finally:
+        for number, end in zip(attached, ends, strict=False):
+            if end.lost is None:
+                with suppress(WarrenError):
+                    client.call(Unsubscribe(number), timeout=max(0.1, deadline - clock()))
+                client.detach_subscriber(number)
+    return Ends(first.first_offset, last.end_offset - 1, last.first_offset)
+
+
+def leader_ends(access: Access, stream: str, timeout: float) -> Ends | None:
+    """The first and last offsets of messages that are stored for good; None if there are none."""
+    deadline = access.clock() + timeout
+    leader = access.routes.leader(stream, timeout)
+    place = _FirstChunk(threading.Condition())  # keeps a place on the connection, subscribes never
+    client, number = access.pool.subscriber([leader], stream, place, deadline)
+    try:
+        left = max(0.0, deadline - access.clock())
+        return first_and_last(client, stream, left, access.clock)
+    finally:
+        if place.lost is None:
+            client.detach_subscriber(number)
+        access.pool.release(client)
+
+
+class _FirstChunk:
+    """Keeps the header of the first chunk that a subscription gets."""
+
+    def __init__(self, arrival: threading.Condition) -> None:
+        self._arrival = arrival
+        self._found: ChunkHeader | ProtocolError | None = None
+        self.lost: Exception | None = None
+
+    @property
+    def settled(self) -> bool:
+        return self._found is not None or self.lost is not None
+
+    def header(self) -> ChunkHeader:
+        if isinstance(self._found, ChunkHeader):
+            return self._found
+        failure = self._found or self.lost
+        assert failure is not None
+        raise failure
+
+    def on_chunk(self, chunk: memoryview) -> None:
+        try:
+            found: ChunkHeader | ProtocolError = parse_header(chunk)
+        except ProtocolError as error:
+            found = error
+        with self._arrival:
+            self._found = self._found or found
+            self._arrival.notify_all()
+
+    def on_activity(self, active: bool) -> OffsetSpec:  # noqa: ARG002
+        return NEXT
+
+    def on_lost(self, reason: Exception) -> None:
+        with self._arrival:
+            self.lost = reason
+            self._arrival.notify_all()

@@ -1,0 +1,277 @@
+"""A range of one stream, read exactly: every row that is stored in it, then the end.
+
+Offsets are no promise that there is a message, so the range may end where none will ever come.
+Mostly a message at or after the end of the range comes, and that is all. It is asked about only
+when nothing comes for a moment: if the node that is read from has such a message, it will come. If
+not, it may be behind the others, or the range may go past the stream; the leader knows which, and
+its last message becomes the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sharding.errors import InvalidInput, Unreachable, WarrenError, is_retryable
+from sharding.stream.connections.access import Access
+from sharding.stream.connections.placement import consumer_candidates
+from sharding.stream.consumer.data_loss import is_lost, without_gap
+from sharding.stream.consumer.inbox import Inbox, Lane
+from sharding.stream.consumer.probe import Ends, first_and_last, leader_ends
+from sharding.stream.consumer.subscription import Subscription, check_abilities
+from sharding.stream.errors import DataLost, NoAnswerInTime
+from sharding.stream.messages.chunk import parse_header
+from sharding.stream.options import Columns, ConsumerOptions, OnDataLoss
+from sharding.stream.protocol.commands import Metadata, Subscribe, Unsubscribe
+from sharding.stream.protocol.constants import NEXT, Broker, OffsetSpec
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from sharding.stream.connections.connection import StreamClient
+
+_SILENCE = 0.05
+"""How long nothing comes, in seconds, before the end of the range is asked about. Where chunks are
+stored, they follow each other within a few milliseconds."""
+_TRY_AGAIN = 0.2
+_CLOSE_TIMEOUT = 5.0
+
+
+class RangeReading:
+    """Iterates over the record batches of a range."""
+
+    def __init__(self, found: Generator[tuple[pa.RecordBatch, Broker | None]]) -> None:
+        self._found = found
+        self.node: Broker | None = None
+        """Where the last batch came from; None before the first."""
+
+    def __iter__(self) -> RangeReading:
+        return self
+
+    def __next__(self) -> pa.RecordBatch:
+        batch, self.node = next(self._found)
+        return batch
+
+    def close(self) -> None:
+        """Leave the broker; needed only if the range is not read to its end."""
+        self._found.close()
+
+
+def read_range(
+    access: Access,
+    stream: str,
+    first: int,
+    end: int,
+    *,
+    columns: Columns = Columns(),
+    filter_values: tuple[str, ...] = (),
+    match_unfiltered: bool = False,
+    check_crc: bool = True,
+    on_data_loss: OnDataLoss = "raise",
+    require_replica: bool = False,
+    credits: int = ConsumerOptions.credits,  # noqa: A002
+    timeout: float = 60,
+) -> RangeReading:
+    """Record batches with exactly the messages at offsets from `first` up to `end`, without it.
+
+    What is not stored yet when the reading begins is not waited for. Messages that retention
+    deleted raise `DataLost`, unless that may be skipped. If nothing comes for `timeout` seconds
+    though it is stored, `Unreachable` is raised; reading may begin again at any offset.
+
+    With `filter_values` the broker leaves out chunks, as it does for consumers.
+    """
+    if not 0 <= first <= end:
+        raise InvalidInput("range", "must have 0 ≤ first ≤ end", (first, end))
+    options = ConsumerOptions(
+        offset=first,
+        filter_values=filter_values,
+        match_unfiltered=match_unfiltered,
+        columns=columns,
+        credits=credits,
+        check_crc=check_crc,
+        on_data_loss=on_data_loss,
+        subscribe_timeout=timeout,
+        recovery_timeout=timeout,
+    )
+    strict = require_replica or access.placement.require_replica
+    access = replace(access, placement=replace(access.placement, require_replica=strict))
+    read = read_filtered if filter_values else _read_all
+    return RangeReading(read(access, stream, first, end, options))
+
+
+def _read_all(
+    access: Access, stream: str, first: int, end: int, options: ConsumerOptions
+) -> Generator[tuple[pa.RecordBatch, Broker | None]]:
+    from sharding.stream.arrow.batches import BatchReader
+
+    if first == end:
+        return
+    timeout = options.recovery_timeout
+    inbox = Inbox(2 * options.credits, clock=access.clock)
+    lane = Lane(stream, first)
+    subscription = Subscription(lane, inbox, access, options)
+    reader = BatchReader(stream, options.columns, access.limits, check_crc=False)
+    source, node = None, None
+    try:
+        subscription.open(access.clock() + timeout)
+        is_end_known, give_up = False, access.clock() + timeout
+        while lane.position is not None and lane.position < end:
+            now = access.clock()
+            taken = inbox.take(give_up if is_end_known else min(give_up, now + _SILENCE))
+            if taken is None:
+                if access.clock() >= give_up:
+                    raise Unreachable(
+                        f"no message of {stream!r} came for {timeout:g} s, "
+                        f"at offset {lane.position}"
+                    )
+                known = _end_of_rows(access, subscription, end, give_up - access.clock())
+                if known is not None:
+                    end, is_end_known = known, True
+                continue
+            if taken.source is not source:
+                source, node = taken.source, subscription.node or node
+            subscription.give_back(taken)
+            taken, loss = without_gap(taken, subscription, access, options.on_data_loss)
+            if loss is not None:
+                raise loss
+            batch = reader.batch(taken.chunks, taken.first, end)
+            if batch is not None:
+                yield batch, node
+            give_up = access.clock() + timeout  # after the application had its time
+    finally:
+        inbox.close()
+        subscription.close(access.clock() + _CLOSE_TIMEOUT)
+
+
+def _end_of_rows(
+    access: Access, subscription: Subscription, end: int, timeout: float
+) -> int | None:
+    """`end`, or the offset after the stream's last message if that is earlier.
+
+    None if nobody can say so now. Then there may be no connection: the subscription finds a new
+    one, or fails the inbox.
+    """
+    stream = subscription.stream
+    deadline = access.clock() + timeout
+    try:
+        client = subscription.connection(access.clock())
+        ends = first_and_last(client, stream, timeout, access.clock)
+        if ends is None or ends.last < end - 1:
+            ends = leader_ends(access, stream, deadline - access.clock())
+    except WarrenError as error:
+        if not (is_retryable(error) or isinstance(error, NoAnswerInTime)):
+            raise
+        subscription.pause(_TRY_AGAIN)
+        return None
+    return min(end, ends.last + 1) if ends is not None else 0
+
+
+# A range of a stream from which the broker leaves out chunks, by the filter values in them.
+#
+# Of chunks that are left out nothing is heard, so nobody says that the end of the range was passed.
+# Therefore the range is read in rounds: subscribe where the last round ended, ask for the stream's
+# metadata, and take what came before that answer. A broker sends the chunks it has, as far as its
+# credit goes, before it answers the next request. A round without a chunk is thus the end of what
+# the node holds; that it holds the whole range is made sure of before.
+
+
+def read_filtered(
+    access: Access, stream: str, first: int, end: int, options: ConsumerOptions
+) -> Generator[tuple[pa.RecordBatch, Broker | None]]:
+    """The rows of the chunks that pass the filter, each batch with the node that it came from.
+
+    A connection that is lost fails the reading; it may begin again at any offset.
+    """
+    from sharding.stream.arrow.batches import BatchReader
+
+    if first == end:
+        return
+    timeout = options.recovery_timeout
+    reader = BatchReader(stream, options.columns, access.limits, options.check_crc)
+    with _subscriber(access, stream, timeout) as (client, number, chunks):
+        check_abilities(client, options)
+        ends = _whole_range(access, client, stream, end, timeout)
+        if ends is None:
+            return
+        gap = (first, ends.first)
+        fails = options.on_data_loss == "raise"
+        if fails and gap[0] < gap[1] and is_lost(client, stream, gap, timeout):
+            raise DataLost(stream, *gap)
+        position, properties = first, options.subscription_properties(None)
+        while position < end:
+            spec = OffsetSpec.at(position)
+            subscribe = Subscribe(number, stream, spec, options.credits, properties)
+            client.call(subscribe, timeout=timeout)
+            client.call(Metadata((stream,)), timeout=timeout)
+            client.call(Unsubscribe(number), timeout=timeout)
+            came = chunks.take()
+            if not came:
+                return
+            batch = reader.batch(came, position, end)
+            position = max(parse_header(chunk).end_offset for chunk in came)
+            if batch is not None:
+                yield batch, client.node
+
+
+@contextmanager
+def _subscriber(
+    access: Access, stream: str, timeout: float
+) -> Iterator[tuple[StreamClient, int, _Chunks]]:
+    """A connection to a replica with a place for a subscription."""
+    chunks = _Chunks()
+    route = access.routes.route(stream, timeout)
+    candidates = consumer_candidates(route, access.placement, access.rng)
+    deadline = access.clock() + timeout
+    client, number = access.pool.subscriber(candidates, stream, chunks, deadline)
+    try:
+        yield client, number, chunks
+    finally:
+        if chunks.lost is None:
+            with suppress(WarrenError):
+                client.detach_subscriber(number)
+        access.pool.release(client)
+
+
+def _whole_range(
+    access: Access, client: StreamClient, stream: str, end: int, timeout: float
+) -> Ends | None:
+    """Wait until the node holds the range, as far as there are messages; None if there are none."""
+    leader = leader_ends(access, stream, timeout)
+    if leader is None:
+        return None
+    last = min(end - 1, leader.last)
+    deadline = access.clock() + timeout
+    while True:
+        ends = first_and_last(client, stream, timeout, access.clock)
+        if ends is not None and ends.last >= last:
+            return ends
+        if access.clock() > deadline:
+            raise Unreachable(f"{client.node} has no message {last} of {stream!r} yet")
+        time.sleep(_TRY_AGAIN)
+
+
+class _Chunks:
+    """What a subscription delivers."""
+
+    def __init__(self) -> None:
+        self._came: list[memoryview] = []
+        self.lost: Exception | None = None
+
+    def take(self) -> list[memoryview]:
+        """All that came; called when no more can come."""
+        if self.lost is not None:
+            raise self.lost
+        came, self._came = self._came, []
+        return came
+
+    def on_chunk(self, chunk: memoryview) -> None:
+        self._came.append(chunk)
+
+    def on_activity(self, active: bool) -> OffsetSpec:  # noqa: ARG002
+        return NEXT
+
+    def on_lost(self, reason: Exception) -> None:
+        self.lost = reason

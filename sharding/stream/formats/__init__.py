@@ -1,1 +1,0 @@
-"""What is inside chunks: entries, compression, AMQP 1.0 messages, Arrow batches."""

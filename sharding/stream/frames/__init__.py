@@ -1,1 +1,0 @@
-"""The stream protocol without a socket: bytes to events, requests to bytes."""

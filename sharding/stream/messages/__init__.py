@@ -1,0 +1,1 @@
+"""What is inside chunks: entries, compression, AMQP 1.0 messages. Pure."""

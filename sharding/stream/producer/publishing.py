@@ -1,0 +1,188 @@
+"""A publisher declared at a stream's leader: opening, writing and ending one. Thin I/O."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from sharding.errors import LocalError, WarrenError
+from sharding.stream.connections.attachments import PublisherHandler
+from sharding.stream.errors import NoAnswerInTime
+from sharding.stream.producer.outbox import Batch
+from sharding.stream.protocol.commands import (
+    DeclarePublisher,
+    DeletePublisher,
+    QueryPublisherSequence,
+)
+from sharding.stream.protocol.constants import Broker, Key
+
+if TYPE_CHECKING:
+    from sharding.stream.connections.connection import StreamClient
+
+logger = logging.getLogger("warren.stream.producer")
+
+# A broker stops reading a connection for good when too many of its messages were lost with their
+# leaders: their credits never come back (seen on 4.0.5). One that is silent so long is replaced.
+_ANSWER_TIMEOUT = 10.0
+
+Deadline = Callable[[], float]
+"""How many seconds are left."""
+
+
+class Leaders(Protocol):
+    """What a producer asks of the route cache."""
+
+    def leader(self, stream: str, timeout: float) -> Broker: ...
+
+    def suspect(self, name: str, reason: str) -> None: ...
+
+
+class Connections(Protocol):
+    """What a producer asks of the pool."""
+
+    def publisher(
+        self, leader: Broker, stream: str, handler: PublisherHandler, deadline: float
+    ) -> tuple[StreamClient, int]: ...
+
+    def release(self, client: StreamClient) -> None: ...
+
+
+class Listener(Protocol):
+    """Who is told what becomes of what was published, on the connection's reading thread."""
+
+    def confirmed(self, source: Attachment, publishing_ids: Sequence[int]) -> None: ...
+
+    def refused(self, source: Attachment, refusals: Sequence[tuple[int, int]]) -> None: ...
+
+    def lost(self, source: Attachment, reason: Exception) -> None: ...
+
+
+class Attachment:
+    """A connection's handler for one publisher. It names itself to its listener, so that news of
+    an earlier connection can be told from news of the present one."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self.is_lost = False
+
+    def on_confirms(self, publishing_ids: Sequence[int]) -> None:
+        self._listener.confirmed(self, publishing_ids)
+
+    def on_refusals(self, refusals: Sequence[tuple[int, int]]) -> None:
+        self._listener.refused(self, refusals)
+
+    def on_lost(self, reason: Exception) -> None:
+        self.is_lost = True
+        self._listener.lost(self, reason)
+
+
+class Publishing:
+    """One publisher on one connection."""
+
+    def __init__(
+        self,
+        client: StreamClient,
+        publisher_id: int,
+        attachment: Attachment,
+        connections: Connections,
+    ) -> None:
+        self._client = client
+        self._publisher_id = publisher_id
+        self._connections = connections
+        self.attachment = attachment
+        self.last_id = 0
+        """The last publishing id in the stream under the producer's name; 0 for none."""
+        self.frame_max = client.frame_max
+
+    def write(self, batch: Batch, timeout: float) -> None:
+        """All frames of the batch, in order; `ConnectionLost` if that can't be finished."""
+        for header, entries in batch.frames(self._publisher_id, self.frame_max):
+            self._client.send(header, entries, timeout=timeout)
+
+    def declare(self, name: str | None, stream: str, deadline: Deadline) -> None:
+        self._client.call(DeclarePublisher(self._publisher_id, name, stream), deadline())
+        if name is not None:
+            answer = self._client.call(QueryPublisherSequence(name, stream), deadline())
+            self.last_id = answer.publishing_id
+
+    def end(self, timeout: float) -> None:
+        """Take the publisher off its connection.
+
+        A broker that does not answer is not trusted with further requests: the connection is
+        closed. It would refuse the same name as long as the publisher is declared.
+        """
+        if not self.attachment.is_lost:
+            try:
+                self._client.call(DeletePublisher(self._publisher_id), timeout)
+            except NoAnswerInTime:
+                self._client.close(timeout=1)
+            except WarrenError as error:
+                logger.debug("a publisher was not deleted in order: %s", error)
+        self.leave()
+
+    def leave(self) -> None:
+        """Give the id back, unless the connection has taken it away already."""
+        if not self.attachment.is_lost:
+            self._client.detach_publisher(self._publisher_id)
+        self._connections.release(self._client)
+
+
+class Publishers:
+    """Opens publishers under one name, or none."""
+
+    def __init__(
+        self,
+        leaders: Leaders,
+        connections: Connections,
+        *,
+        name: str | None,
+        filtering: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._leaders = leaders
+        self._connections = connections
+        self._name = name
+        self._filtering = filtering
+        self._clock = clock
+
+    def open(self, stream: str, listener: Listener, deadline: float) -> Publishing:
+        """A publisher at the stream's leader. Whatever fails, nothing stays behind."""
+
+        def left() -> float:
+            # Never 0: that could mean "no wait at all", and a late try is still a try.
+            return max(0.05, deadline - self._clock())
+
+        try:
+            leader = self._leaders.leader(stream, left())
+            attachment = Attachment(listener)
+            client, number = self._connections.publisher(leader, stream, attachment, deadline)
+            publishing = Publishing(client, number, attachment, self._connections)
+            try:
+                self._check_filtering(client)
+                publishing.declare(self._name, stream, lambda: min(left(), _ANSWER_TIMEOUT))
+            except NoAnswerInTime:
+                client.close(timeout=1)
+                publishing.leave()
+                if self._clock() >= deadline:
+                    raise
+                return self.open(stream, listener, deadline)
+            except BaseException:
+                publishing.leave()
+                raise
+        except WarrenError as error:
+            self.suspect(stream, error)
+            raise
+        return publishing
+
+    def suspect(self, stream: str, reason: Exception) -> None:
+        """The next `open` asks for the leader again."""
+        self._leaders.suspect(stream, str(reason))
+
+    def _check_filtering(self, client: StreamClient) -> None:
+        if self._filtering and not client.supports(Key.PUBLISH, 2):
+            version = ".".join(map(str, client.server_version))
+            raise LocalError(
+                f"filter values need RabbitMQ 3.13 or newer; {client.node} has {version}"
+            )

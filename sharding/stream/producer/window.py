@@ -1,0 +1,275 @@
+"""The messages of a partition that are not in a batch yet, and their publishing ids: pure.
+
+Bodies without properties or a key are kept as they are (`plain`): their data sections are written
+when the frame is built, many at a time. As soon as another message joins them, all are encoded.
+
+Ids are a range that goes on where the last batch ended. Only where the application gives ids are
+they kept one by one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from sharding.errors import InvalidInput
+from sharding.stream.messages.codecs import Compression
+from sharding.stream.messages.message import encode_data
+from sharding.stream.options import ProducerOptions
+from sharding.stream.producer import publish_frames
+from sharding.stream.producer.outbox import Batch, Outbox, failures
+from sharding.stream.producer.report import Failure
+
+MAX_PUBLISHING_ID = 2**63 - 1
+
+
+class Pending:
+    """A partition's buffer. `Producer.send` adds to the attributes itself, for speed."""
+
+    def __init__(self, options: ProducerOptions, stream: str) -> None:
+        self._options = options
+        self._stream = stream
+        self._next_id = 1
+        self._any_used = False
+        self.taken = 0
+        """How many messages were put into batches."""
+        self._clear()
+
+    def _clear(self) -> None:
+        options = self._options
+        self.messages: list[bytes] = []
+        self.numbers = array("Q")
+        self.size = 0
+        self.plain = not options.filtering
+        self.ids: array[int] | None = None
+        self._filters: list[bytes | None] | None = [] if options.filtering else None
+        self.since = 0.0
+        """When the first message came."""
+
+    def go_on_after(self, last_id: int) -> None:
+        """The stream has this id already, under the producer's name."""
+        self._next_id = last_id + 1
+
+    @property
+    def last_id(self) -> int:
+        """The last id given to a message, or found in the stream; 0 if there is none."""
+        if self.ids:
+            return self.ids[-1]
+        return self._next_id - 1 + len(self.messages)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is enough for a batch."""
+        options = self._options
+        return len(self.messages) >= options.batch_messages or self.size >= options.batch_bytes
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Ids from the application must rise, and be above all that this producer used.
+
+        They may be ones that the stream has: then the broker drops the messages as duplicates.
+        """
+        if self._options.name is None:
+            raise InvalidInput("publishing_id", "needs a producer with a name", ids[0])
+        last = self.last_id if self._any_used or self.messages else 0
+        for each in ids:
+            if not last < each <= MAX_PUBLISHING_ID:
+                raise InvalidInput(
+                    "publishing_id", f"must rise on {self._stream!r}; the last is {last}", each
+                )
+            last = each
+
+    def extend(self, load: Load) -> None:
+        if load.ids is not None or self.ids is not None:
+            self._add_ids(load.ids, len(load))
+        messages = load.messages
+        if load.plain and not self.plain:
+            messages = list(map(encode_data, messages))
+        elif self.plain and not load.plain:
+            self.messages = list(map(encode_data, self.messages))
+            self.size = sum(map(len, self.messages))
+            self.plain = False
+        self.messages.extend(messages)
+        self.numbers.extend(load.numbers)
+        self.size += sum(map(len, messages))
+        if self._filters is not None:
+            self._filters.extend(load.filters or [None] * len(messages))
+
+    def take(self, frame_max: int) -> Batch:
+        """All of it as a batch."""
+        ids: Sequence[int] = self.ids or range(self._next_id, self._next_id + len(self.messages))
+        self._next_id = ids[-1] + 1
+        self._any_used = True
+        groups = None
+        if most := self._options.entry_messages:
+            room = min(publish_frames.room_for_entries(frame_max), self._options.entry_bytes)
+            sizes = list(map(len, self.messages))
+            groups = publish_frames.groups(sizes, most, room, self.plain)
+            ids = array("Q", [ids[group.stop - 1] for group in groups])
+        batch = Batch(
+            self.messages,
+            ids,
+            self.numbers,
+            self.taken,
+            self.size,
+            self.plain,
+            self._filters,
+            groups,
+            self._options.compression,
+        )
+        self.taken += len(batch.numbers)
+        self._clear()
+        return batch
+
+    def _add_ids(self, ids: Sequence[int] | None, count: int) -> None:
+        following = range(self.last_id + 1, self.last_id + 1 + count)
+        if self.ids is None:
+            self.ids = array("Q", range(self._next_id, self._next_id + len(self.messages)))
+        self.ids.extend(following if ids is None else ids)
+
+
+# All messages of a partition that have no outcome, pending and in batches, and their bounds: pure.
+#
+# Its owner holds a lock around every call.
+
+
+class Window:
+    def __init__(self, stream: str, options: ProducerOptions) -> None:
+        self._stream = stream
+        self._options = options
+        self.pending = Pending(options, stream)
+        self.outbox = Outbox(keep=options.name is not None)
+        self.frame_max = 0
+        self.quick_messages = self.quick_bytes = 0
+        """Below both, a message may be added to `pending` without a look at anything else."""
+
+    def open(self, frame_max: int) -> None:
+        """Messages are cut to frames of this size from now on."""
+        self.frame_max = frame_max
+        self.refresh()
+
+    @property
+    def largest_message(self) -> int:
+        """How many bytes an encoded message may have, its filter value included."""
+        overhead = (
+            publish_frames.SUB_ENTRY_OVERHEAD + publish_frames.RECORD_OVERHEAD
+            if self._options.compression is not Compression.NONE
+            else publish_frames.ENTRY_OVERHEAD + publish_frames.FILTER_OVERHEAD
+        )
+        return publish_frames.room_for_entries(self.frame_max) - overhead
+
+    def room(self) -> int:
+        """How many more messages may come; 0 if there are enough, or enough bytes."""
+        if self._room_in_bytes() <= 0:
+            return 0
+        room = self._options.max_unconfirmed - self.outbox.messages - len(self.pending.messages)
+        return max(0, room)
+
+    def first_of(self, load: Load, start: int) -> Load:
+        """The next messages of a load, from `start` on: what there is room for, at most a batch."""
+        part = load.part(start, start + min(self.room(), self._options.batch_messages))
+        room = self._room_in_bytes()
+        if sum(map(len, part.messages)) <= room:
+            return part
+        return part.part(0, publish_frames.cut(list(map(len, part.messages)), room)[0].stop)
+
+    def refresh(self) -> None:
+        """Set the quick bounds anew, after anything changed but a quick addition."""
+        options, outbox = self._options, self.outbox
+        if options.filtering or self.pending.ids is not None:
+            self.quick_messages = 0
+            return
+        # The message that fills a batch takes the long way, which writes the batch.
+        room = options.max_unconfirmed - outbox.messages
+        self.quick_messages = min(options.batch_messages, room) - 1
+        self.quick_bytes = min(
+            options.batch_bytes,
+            self.largest_message - publish_frames.DATA_OVERHEAD,
+            options.max_unconfirmed_bytes - outbox.size,
+        )
+
+    def close(self) -> list[Batch]:
+        """Every message without an outcome, the last time; nothing is quick any more."""
+        self.pack()
+        batches = self.outbox.drain()
+        self.quick_messages = 0
+        return batches
+
+    def pack(self) -> None:
+        """Put what is pending into a batch."""
+        if self.pending.messages:
+            self.outbox.add(self.pending.take(self.frame_max))
+            self.refresh()
+
+    # For reports
+
+    @property
+    def accepted(self) -> int:
+        """How many messages were taken so far."""
+        return self.pending.taken + len(self.pending.messages)
+
+    def has_settled(self, count: int) -> bool:
+        """Whether the first `count` messages have an outcome."""
+        oldest = self.outbox.oldest_position
+        return count <= (self.pending.taken if oldest is None else oldest)
+
+    def unsettled(self, count: int, reason: Exception) -> Iterator[Failure]:
+        """Those of the first `count` messages that have no outcome."""
+        begun = [batch for batch in self.outbox.batches if batch.position < count]
+        yield from failures(begun, self._stream, reason)
+        for position, number in enumerate(self.pending.numbers, self.pending.taken):
+            if position < count:
+                yield Failure(number, self._stream, None, reason)
+
+    def _room_in_bytes(self) -> int:
+        return self._options.max_unconfirmed_bytes - self.outbox.size - self.pending.size
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """As many numbers as messages, and as many filters and ids if there are any."""
+
+    messages: Sequence[bytes]
+    numbers: Sequence[int]
+    plain: bool
+    """The messages are bodies, which are still to be encoded."""
+    filters: Sequence[bytes | None] | None = None
+    ids: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.messages)
+
+    @property
+    def longest(self) -> int:
+        """The bytes of the largest message, and of the largest filter value."""
+        longest = max(map(len, self.messages), default=0)
+        if self.filters is not None:
+            longest += max((len(each) for each in self.filters if each), default=0)
+        return longest
+
+    def part(self, start: int, stop: int) -> Load:
+        """Those from `start` up to `stop`."""
+        return replace(
+            self,
+            messages=self.messages[start:stop],
+            numbers=self.numbers[start:stop],
+            filters=None if self.filters is None else self.filters[start:stop],
+            ids=None if self.ids is None else self.ids[start:stop],
+        )
+
+    def chosen(self, positions: Sequence[int]) -> Load:
+        """Those at `positions`."""
+
+        return replace(
+            self,
+            messages=[self.messages[position] for position in positions],
+            numbers=[self.numbers[position] for position in positions],
+            filters=None if self.filters is None else [self.filters[each] for each in positions],
+            ids=None if self.ids is None else [self.ids[position] for position in positions],
+        )
+
+    def failures(self, stream: str, reason: Exception) -> Iterator[Failure]:
+        """All of them, as failures."""
+        for position, number in enumerate(self.numbers):
+            publishing_id = None if self.ids is None else self.ids[position]
+            yield Failure(number, stream, publishing_id, reason)
