@@ -27,8 +27,8 @@ import pika
 from pika import frame, spec
 
 from benchmarks.rounds import Ratio, alternate, print_ratio
-from interceptors.publisher import ShardedPublisher
 from sharding import Address, Node, Policy, Shard, ShardMap, ShardName
+from sharding.publishing.publisher import ShardedPublisher
 from tests.cluster import Cluster
 
 LOGICAL = "images"

@@ -2,11 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
-from interceptors.outcomes import Outcome, Report, Result
-from interceptors.pika_async import AsyncShardedChannel
 from interceptors.pika_blocking import ShardedChannel
-from interceptors.plan import Placement
-from interceptors.publisher import NotAllStored, PublisherClosed, ShardedPublisher, WindowFull
+from interceptors.pika_callback import AsyncShardedChannel
+from interceptors.rules import Placement
+from sharding.outcomes import Outcome, Report, Result
+from sharding.publishing.publisher import (
+    NotAllStored,
+    PublisherClosed,
+    ShardedPublisher,
+    WindowFull,
+)
 
 if TYPE_CHECKING:
     from interceptors.aio import AioShardedChannel

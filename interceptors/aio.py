@@ -1,6 +1,6 @@
 """`AioShardedChannel`: a drop-in for aio-pika's channels, plain and robust.
 
-Whatever is not in the table of `plan` is the wrapped channel's own. Queue and exchange objects are
+Whatever is not in the table of `rules` is the wrapped channel's own. Queue and exchange objects are
 in `aio_objects`, what becomes of consumers in `aio_consumers`.
 """
 
@@ -8,30 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiormq
+import aiormq.abc
 from aio_pika.abc import AbstractChannel, AbstractRobustChannel, ExchangeType
 from aio_pika.exceptions import ChannelInvalidStateError, ChannelPreconditionFailed
 from aio_pika.tools import CallbackCollection
 
-from interceptors import plan
+from interceptors import rules
 from interceptors.aio_consumers import Consumers
-from interceptors.aio_objects import (
-    AskedReturns,
-    OnMessage,
-    Proxy,
-    ShardedExchange,
-    ShardedQueue,
-)
-from interceptors.aio_whereabouts import AioWhereabouts
-from interceptors.outcomes import PUBLISHING_COUNTED
-from interceptors.plan import Placement
+from interceptors.aio_objects import AskedReturns, OnMessage, Proxy, ShardedExchange, ShardedQueue
+from interceptors.rules import Placement
+from sharding.amqp.connected_node import REPLY_TO, node_at, node_with_token
 from sharding.cluster.topology import Topology
-from sharding.errors import OutcomeUnknown, ShardUnavailable
+from sharding.errors import OutcomeUnknown, ShardUnavailable, Unreachable
 from sharding.maps.shard_map import Route, ShardMap
 from sharding.metrics.sources import Subject
+from sharding.outcomes import PUBLISHING_COUNTED
 
 logger = logging.getLogger("warren.channel")
 
@@ -60,7 +57,7 @@ class AioShardedChannel(Proxy):
         self._placement = Placement(placement)
         self._confirm_timeout = confirm_timeout
         self._robust = isinstance(channel, AbstractRobustChannel)
-        self._whereabouts = AioWhereabouts(topology, node)
+        self._connected_node = ConnectedNode(topology, node)
         self._topology_is_ready = False
         self._background: set[asyncio.Future[None]] = set()
         # Callbacks get this channel, not the wrapped one. The wrapped one knows them weakly.
@@ -154,9 +151,9 @@ class AioShardedChannel(Proxy):
             # aio-pika would declare the shard again at a reconnect, whatever node that leads to.
             options["robust"] = False
         async with self._deadline(timeout):
-            shard = plan.first_shard(shard_map, await self._here())
+            shard = rules.first_shard(shard_map, await self._here())
             if shard is None:
-                await self._refuse(plan.no_shard(name))
+                await self._refuse(rules.no_shard(name))
             queue = await self._wrapped.declare_queue(shard, **flags, **options)
         return ShardedQueue(self, name, queue, kept=kept)
 
@@ -214,15 +211,15 @@ class AioShardedChannel(Proxy):
 
     async def _here(self) -> str:
         async with self._deadline(None):
-            return await self._whereabouts.node_of(self._wrapped)
+            return await self._connected_node.node_of(self._wrapped)
 
     async def _claim(self, shard_map: ShardMap) -> tuple[str, list[str]]:
         """The shard with the fewest consumers, claimed, and all that may be consumed from."""
         here = None if self._placement is Placement.ANY else await self._here()
-        shards = plan.candidates(shard_map, here, self._placement)
+        shards = rules.candidates(shard_map, here, self._placement)
         counts = await asyncio.to_thread(self._topology.consumer_counts, shards) if shards else {}
         if not counts:
-            await self._refuse(plan.no_shard(shard_map.logical))
+            await self._refuse(rules.no_shard(shard_map.logical))
         shard = self._topology.claims.choose(counts)
         if shard is None:
             raise ShardUnavailable(
@@ -246,7 +243,7 @@ class AioShardedChannel(Proxy):
         **options: Any,
     ) -> Any:
         kind = getattr(type, "value", type)
-        sharded = kind == plan.EXCHANGE_TYPE
+        sharded = kind == rules.EXCHANGE_TYPE
         flags = {
             **options,
             "type": ExchangeType.DIRECT.value if sharded else kind,
@@ -306,11 +303,11 @@ class AioShardedChannel(Proxy):
         return answer
 
     async def _ensure(self, logical: str, arguments: Any, durable: bool) -> None:
-        policy = plan.policy_of_arguments(logical, arguments, durable)
+        policy = rules.policy_of_arguments(logical, arguments, durable)
         if policy is not None:
             await asyncio.to_thread(self._topology.set_policy, policy)
         elif await asyncio.to_thread(self._topology.policy_for, logical) is None:
-            raise plan.need_policy(logical)
+            raise rules.need_policy(logical)
         await asyncio.to_thread(self._topology.ensure, logical)
 
     # Refusing
@@ -322,7 +319,7 @@ class AioShardedChannel(Proxy):
         """
         if await self._shard_map(queue) is None:
             return False
-        await self._refuse(plan.refusal(verb, queue), wait=wait)
+        await self._refuse(rules.refusal(verb, queue), wait=wait)
         return True
 
     async def _refuse(self, text: str, *, wait: bool = True) -> None:
@@ -331,7 +328,7 @@ class AioShardedChannel(Proxy):
             channel = await self._wrapped.get_underlay_channel()
             closing: asyncio.Future[Any] = channel.closing
             closing.add_done_callback(lambda closed: _give_reason(closed, text))
-            await channel.basic_ack(plan.NO_SUCH_DELIVERY, wait=False)
+            await channel.basic_ack(rules.NO_SUCH_DELIVERY, wait=False)
             if not wait:
                 return
             await asyncio.wait({closing})
@@ -346,5 +343,71 @@ def _give_reason(closed: asyncio.Future[Any], text: str) -> None:
     """aiormq hands the one exception to all who wait on the channel and to its callbacks."""
     problem = None if closed.cancelled() else closed.exception()
     ours = isinstance(problem, ChannelPreconditionFailed)
-    if problem is not None and ours and str(plan.NO_SUCH_DELIVERY) in str(problem):
+    if problem is not None and ours and str(rules.NO_SUCH_DELIVERY) in str(problem):
         problem.args = (text,)
+
+
+class ConnectedNode:
+    """Remembers the node of a connection, and finds it anew when a robust one made another.
+
+    Waits for the broker; the deadline is the caller's.
+    """
+
+    def __init__(self, topology: Topology, given: str | None) -> None:
+        self._topology = topology
+        self._given = given
+        self._found: tuple[aiormq.abc.AbstractConnection, str] | None = None
+        self._finding = asyncio.Lock()
+
+    async def node_of(self, channel: Any) -> str:
+        if self._given is not None:
+            return self._given
+        async with self._finding:
+            connection = (await channel.get_underlay_channel()).connection
+            if self._found is None or self._found[0] is not connection:
+                self._found = (connection, await self._find(connection))
+            return self._found[1]
+
+    async def _find(self, connection: aiormq.abc.AbstractConnection) -> str:
+        nodes = self._topology.nodes()
+        # In a thread, because it resolves the nodes' host names.
+        node = await asyncio.to_thread(node_at, await _peer_of(connection), nodes)
+        node = node or node_with_token(await _reply_to(connection), nodes)
+        if node is None:
+            raise Unreachable("the node of this connection is in no shard map; give node=…")
+        return node
+
+
+async def _peer_of(connection: aiormq.abc.AbstractConnection) -> tuple[str, int] | None:
+    """The address that the connection's URL leads to, if it is one: aiormq shows no socket."""
+    url = connection.url
+    if url.host is None or url.port is None:
+        return None
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    addresses = {str(entry[4][0]) for entry in found}
+    return (addresses.pop(), url.port) if len(addresses) == 1 else None
+
+
+async def _reply_to(connection: aiormq.abc.AbstractConnection) -> str:
+    """What the node writes into a reply-to; asked on a channel of its own."""
+
+    async def ignore(_: Any) -> None: ...
+
+    # With confirms, because aiormq drops what is returned on a channel without.
+    channel = await connection.channel(publisher_confirms=True, on_return_raises=False)
+    try:
+        await channel.basic_consume(REPLY_TO, ignore, no_ack=True)
+        properties = aiormq.spec.Basic.Properties(reply_to=REPLY_TO)
+        returned: Any = await channel.basic_publish(
+            b"", routing_key="warren.nobody", properties=properties, mandatory=True
+        )
+    finally:
+        await channel.close()
+    reply_to = returned.header.properties.reply_to
+    if reply_to is None:
+        raise Unreachable("the broker did not say which node it is; give node=…")
+    return str(reply_to)

@@ -17,7 +17,7 @@ import aiormq.abc
 from aio_pika.exceptions import DeliveryError, PublishError
 from aio_pika.tools import STUB_AWAITABLE, CallbackCollection
 
-from interceptors import plan
+from interceptors import rules
 from sharding.errors import OutcomeUnknown, ShardUnavailable
 from sharding.maps.shard_map import ShardMap
 
@@ -243,10 +243,10 @@ class _Sending:
         if "table" not in vars(shard_map):
             # Built once for each map, which takes about 0.1 s: not on the loop.
             await asyncio.to_thread(getattr, shard_map, "table")
-        plan.check_key(shard_map, self._routing_key)
+        rules.check_key(shard_map, self._routing_key)
         shard = shard_map.shard_of(self._routing_key)
         away = self._owner._topology.unavailable(shard.name)
-        plan.check_available(shard_map, shard, away)
+        rules.check_available(shard_map, shard, away)
         self.shard = shard.name
         sent = _Addressed(self._message, shard.name)
         exchange = await self._exchange.exchange_of(shard_map)

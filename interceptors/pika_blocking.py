@@ -1,6 +1,6 @@
 """`ShardedChannel`: a drop-in for pika's `BlockingChannel`.
 
-Whatever is not in the table of `plan` is the wrapped channel's own.
+Whatever is not in the table of `rules` is the wrapped channel's own.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import pika.spec
 from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import ChannelClosedByBroker, NackError, UnroutableError
 
-from interceptors import plan
-from interceptors.addressing import Encoded, addressed
-from interceptors.pika_confirms import BlockingConfirms
-from interceptors.pika_consume_all import ConsumeAll
-from interceptors.pika_settling import Settling
-from interceptors.plan import Placement
+from interceptors import rules
+from interceptors.blocking_confirms import BlockingConfirms
+from interceptors.blocking_consumers import ConsumeAll, Settling
+from interceptors.rules import Placement
 from sharding.amqp.connected_node import REPLY_TO, node_at, node_with_token, peer_of
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, OutcomeUnknown, ShardUnavailable, Unreachable
 from sharding.maps.shard_map import Route, ShardMap
 from sharding.metrics.sources import Subject
+from sharding.publishing.addressing import Encoded, addressed
 
 logger = logging.getLogger("warren.channel")
 
@@ -60,7 +59,7 @@ class ShardedChannel:
         self._placement = Placement(placement)
         self._confirms = BlockingConfirms(self._inner, confirm_timeout)
         self._node = node
-        self._asked = plan.AskedReturns()
+        self._asked = rules.AskedReturns()
         self._routed: dict[str, ShardMap] = {}
         self._encoded: dict[str, Encoded] = {}
         self._random = random.Random()
@@ -172,12 +171,12 @@ class ShardedChannel:
 
     def _candidates(self, shard_map: ShardMap) -> list[str]:
         here = None if self._placement is Placement.ANY else self._here()
-        return plan.candidates(shard_map, here, self._placement)
+        return rules.candidates(shard_map, here, self._placement)
 
     def _claim(self, queue: str, shards: list[str]) -> str:
         counts = self._topology.consumer_counts(shards) if shards else {}
         if not counts:
-            self._refuse(plan.no_shard(queue))
+            self._refuse(rules.no_shard(queue))
         shard = self._topology.claims.choose(counts)
         if shard is None:
             raise ShardUnavailable(
@@ -201,9 +200,9 @@ class ShardedChannel:
         shard_map = self._topology.shard_map(queue) if queue else None
         if shard_map is None:
             return self._channel.queue_declare(queue, *arguments, **options)
-        shard = plan.first_shard(shard_map, self._here())
+        shard = rules.first_shard(shard_map, self._here())
         if shard is None:
-            self._refuse(plan.no_shard(queue))
+            self._refuse(rules.no_shard(queue))
         return self._channel.queue_declare(shard, *arguments, **options)
 
     def queue_bind(self, queue: str, *arguments: Any, **options: Any) -> Any:
@@ -228,7 +227,7 @@ class ShardedChannel:
         internal: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> Any:
-        if getattr(exchange_type, "value", exchange_type) != plan.EXCHANGE_TYPE:
+        if getattr(exchange_type, "value", exchange_type) != rules.EXCHANGE_TYPE:
             return self._channel.exchange_declare(
                 exchange,
                 exchange_type,
@@ -244,11 +243,11 @@ class ShardedChannel:
             # The broker objects to a declaration that does not fit, before anything is changed.
             declared = self._inner.exchange_declare(known.exchange, "direct", passive, durable)
         if not passive:
-            policy = plan.policy_of_arguments(exchange, arguments, durable)
+            policy = rules.policy_of_arguments(exchange, arguments, durable)
             if policy is not None:
                 self._topology.set_policy(policy)
             elif self._topology.policy_for(exchange) is None:
-                raise plan.need_policy(exchange)
+                raise rules.need_policy(exchange)
             self._topology.ensure(exchange)
         if known is not None:
             return declared
@@ -270,16 +269,16 @@ class ShardedChannel:
 
     def _unless_sharded(self, verb: str, queue: str) -> Callable[..., Any]:
         if self._topology.shard_map(queue) is not None:
-            self._refuse(plan.refusal(verb, queue))
+            self._refuse(rules.refusal(verb, queue))
         method: Callable[..., Any] = getattr(self._channel, f"queue_{verb}")
         return method
 
     def _refuse(self, text: str) -> NoReturn:
         """Let the broker close the channel with a genuine 406, and say the plugin's reason."""
-        self._channel.basic_ack(plan.NO_SUCH_DELIVERY)
+        self._channel.basic_ack(rules.NO_SUCH_DELIVERY)
         with suppress(ChannelClosedByBroker):
             self._confirms.wait_until(lambda: self._channel.is_closed)
-        reason = ChannelClosedByBroker(plan.PRECONDITION_FAILED, text)
+        reason = ChannelClosedByBroker(rules.PRECONDITION_FAILED, text)
         self._inner._closing_reason = reason
         raise reason
 
@@ -345,9 +344,9 @@ class ShardedChannel:
         self._confirms.publish(shard_map.exchange, routing_key, body, again, True, asked=False)
 
     def _shard_for(self, shard_map: ShardMap, routing_key: str) -> str:
-        plan.check_key(shard_map, routing_key)
+        rules.check_key(shard_map, routing_key)
         shard = shard_map.shard_of(routing_key)
-        plan.check_available(shard_map, shard, self._topology.unavailable(shard.name))
+        rules.check_available(shard_map, shard, self._topology.unavailable(shard.name))
         return shard.name
 
     def _on_return(

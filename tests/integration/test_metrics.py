@@ -14,7 +14,7 @@ import pytest
 
 from interceptors import ShardedChannel, ShardedPublisher
 from interceptors.aio import AioShardedChannel
-from interceptors.pika_async import AsyncShardedChannel
+from interceptors.pika_callback import AsyncShardedChannel
 from sharding import Policy, metrics
 from sharding.cluster.topology import Topology
 from sharding.groups import ConsumerGroup, StreamConsumerGroup

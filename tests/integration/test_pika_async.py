@@ -25,9 +25,9 @@ from pika.exceptions import (
 )
 from pika.spec import Basic
 
-from interceptors.pika_async import AsyncShardedChannel
-from interceptors.pika_async_publish import Publication, Unconfirmed
-from interceptors.pika_loop import CallOrder
+from interceptors.call_order import CallOrder
+from interceptors.callback_publish import Publication, Unconfirmed
+from interceptors.pika_callback import AsyncShardedChannel
 from sharding import InvalidInput, Policy, Shard, ShardName, ShardUnavailable
 from sharding.cluster.topology import Claims, Topology
 from sharding.maps.shard_map import ShardMap
@@ -417,7 +417,7 @@ def test_no_message_is_lost_while_a_consumer_moves(
             return None
         return shards[1] if mine == shards[0] else shards[0]
 
-    monkeypatch.setattr("interceptors.pika_loop.better_shard", always_the_other)
+    monkeypatch.setattr("interceptors.call_order.better_shard", always_the_other)
     keys = [keys_of(topology, images, shard, 1)[0] for shard in shards]
     publisher, client = connect(), connect()
     client.consume(images, auto_ack=True)
@@ -451,7 +451,7 @@ def test_exclusive_consumer_stays_where_it_is(
     def moved(*_: Any) -> None:
         raise AssertionError("looked for a better shard")
 
-    monkeypatch.setattr("interceptors.pika_async.Settling", moved)
+    monkeypatch.setattr("interceptors.pika_callback.Settling", moved)
     connect().consume(images, exclusive=True)
 
 

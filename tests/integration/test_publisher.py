@@ -15,8 +15,6 @@ from typing import Any
 import pika
 import pytest
 
-from interceptors.outcomes import Outcome, Report, Result
-from interceptors.publisher import NotAllStored, PublisherClosed, ShardedPublisher, WindowFull
 from sharding import (
     InvalidInput,
     Node,
@@ -25,6 +23,13 @@ from sharding import (
     ShardMap,
     ShardName,
     ShardUnavailable,
+)
+from sharding.outcomes import Outcome, Report, Result
+from sharding.publishing.publisher import (
+    NotAllStored,
+    PublisherClosed,
+    ShardedPublisher,
+    WindowFull,
 )
 from tests.cluster import Cluster, wait_until
 from tests.cluster import Node as ClusterNode
@@ -460,7 +465,7 @@ def test_what_was_not_sent_waits_for_the_node_and_keeps_its_order(harmed: Cluste
             publisher.publish(keys[number % 5], b"%d" % number)
         assert publisher.flush().stored == 100
         victim.kill()
-        wait_until(lambda: not publisher._courier._links[victim.name].ready)
+        wait_until(lambda: not publisher._io_thread._links[victim.name].ready)
         for number in range(100, 300):
             publisher.publish(keys[number % 5], b"%d" % number)
         assert publisher.flush(timeout=0.2).pending == 200
@@ -582,7 +587,7 @@ def test_blocked_connection_sends_nothing_more_until_the_alarm_ends(harmed: Clus
     with TimedPublisher(clock, routing, routing.map.logical, confirm_timeout=1.5) as publisher:
         publisher.publish(key, b"before")
         assert publisher.flush(PATIENCE).stored == 1
-        link = publisher._courier._links[node.name]
+        link = publisher._io_thread._links[node.name]
         node.driver.ctl("set_vm_memory_high_watermark", "0.0001")
         try:
             # The broker tells a connection when it publishes into the alarm, or has before.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from interceptors.publisher import ShardedPublisher
+from sharding.publishing.publisher import ShardedPublisher
 
 
 class Clock:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from interceptors.confirms import Flight, Ledger, Message
-from interceptors.outcomes import Outcome, Report, Result, Tally
 from sharding import ShardMap
+from sharding.outcomes import Outcome, Report, Result, Tally
+from sharding.publishing.ledger import Flight, Ledger, Message
 from tests.maps import queue_map
 
 MAP = queue_map("abc")

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from interceptors.outcomes import Outcome, Tally
 from sharding import InvalidInput, LocalError, metrics
 from sharding.metrics.sources import METRICS, Sample, Subject, added_up, samples_of
+from sharding.outcomes import Outcome, Tally
 from sharding.stream.producer.report import Failure
 from sharding.stream.producer.report import Tally as StreamTally
 from tests.cluster.waiting import PATIENCE

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pika
 import pytest
 
-from interceptors.outcomes import Outcome, Result
-from interceptors.publisher import WindowFull
 from sharding import ShardMap
+from sharding.outcomes import Outcome, Result
+from sharding.publishing.publisher import WindowFull
 from tests.cluster import wait_until
 from tests.maps import queue_map
 from tests.support.clocks import Clock, TimedPublisher

@@ -16,8 +16,8 @@ from pika.adapters.blocking_connection import ReturnedMessage
 from pika.compat import as_bytes
 from pika.exceptions import ChannelWrongStateError, NackError, UnroutableError
 
-from interceptors.outcomes import PUBLISHING_COUNTED
 from sharding.errors import OutcomeUnknown
+from sharding.outcomes import PUBLISHING_COUNTED
 
 logger = logging.getLogger("warren.channel")
 

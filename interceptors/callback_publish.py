@@ -21,15 +21,15 @@ from pika import validators
 from pika.channel import Channel
 from pika.spec import Basic
 
-from interceptors import plan
-from interceptors.addressing import addressed
-from interceptors.outcomes import PUBLISHING_COUNTED
-from interceptors.pika_async_base import DeferringChannel
-from interceptors.pika_loop import Done, off_loop
+from interceptors import rules
+from interceptors.call_order import Done, off_loop
+from interceptors.callback_base import DeferringChannel
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, WarrenError
 from sharding.maps.shard_map import Shard, ShardMap
 from sharding.metrics.sources import Subject
+from sharding.outcomes import PUBLISHING_COUNTED
+from sharding.publishing.addressing import addressed
 
 logger = logging.getLogger("warren.channel")
 
@@ -137,8 +137,8 @@ class PublishingChannel(DeferringChannel):
         self._unconfirmed: Unconfirmed | None = None
         self._published = 0
         self._transacting = False
-        self._asked = plan.AskedReturns()
-        self._published_again = plan.AskedReturns()
+        self._asked = rules.AskedReturns()
+        self._published_again = rules.AskedReturns()
         # The newest map used for a logical name, and the one before it.
         self._used: dict[str, tuple[ShardMap, ShardMap]] = {}
         self._strays: list[tuple[str, str, pika.BasicProperties, bytes]] = []
@@ -189,7 +189,7 @@ class PublishingChannel(DeferringChannel):
         shard_map = self._map(exchange)
         if shard_map is not None:
             self._check_available(shard_map, shard_map.shard_of(routing_key))
-            plan.check_key(shard_map, routing_key)
+            rules.check_key(shard_map, routing_key)
         if properties is not None:  # the application may use its own again at once
             properties = copy.copy(properties)
             properties.headers = dict(properties.headers or {}) or None
@@ -210,7 +210,7 @@ class PublishingChannel(DeferringChannel):
             mandatory = mandatory or self._topology.may_drop(exchange, routing_key)
             self._channel.basic_publish(exchange, routing_key, body, properties, mandatory)
         else:
-            plan.check_key(shard_map, routing_key)
+            rules.check_key(shard_map, routing_key)
             shard = shard_map.shard_of(routing_key)
             if only_if_available:
                 self._check_available(shard_map, shard)
@@ -230,7 +230,7 @@ class PublishingChannel(DeferringChannel):
             self._unconfirmed.sent(publication)
 
     def _check_available(self, shard_map: ShardMap, shard: Shard) -> None:
-        plan.check_available(shard_map, shard, self._topology.unavailable(shard.name))
+        rules.check_available(shard_map, shard, self._topology.unavailable(shard.name))
 
     def _on_confirm(self, frame: Any) -> None:
         if self._unconfirmed is None:

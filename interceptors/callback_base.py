@@ -18,8 +18,8 @@ import pika
 from pika.channel import Channel
 from pika.exceptions import ChannelClosedByBroker, ChannelWrongStateError
 
-from interceptors import plan
-from interceptors.pika_loop import CallOrder, Done, InTurn, Step, ask_reply_to, off_loop
+from interceptors import rules
+from interceptors.call_order import CallOrder, Done, InTurn, Step, ask_reply_to, off_loop
 from sharding.amqp.connected_node import node_at, node_with_token, peer_of
 from sharding.cluster.topology import Topology
 from sharding.errors import Unreachable
@@ -119,7 +119,7 @@ class DeferringChannel:
         self._refusal = self._refusal or text
         self._order.stop()
         if self._channel.is_open:
-            self._inner._rpc(InTurn(plan.NO_SUCH_DELIVERY))
+            self._inner._rpc(InTurn(rules.NO_SUCH_DELIVERY))
 
     def _fail(self, error: Exception) -> None:
         logger.error("closing channel %d: %s", int(self), error)
@@ -134,9 +134,9 @@ class DeferringChannel:
         if (
             self._refusal is not None
             and isinstance(reason, ChannelClosedByBroker)
-            and str(plan.NO_SUCH_DELIVERY) in reason.reply_text
+            and str(rules.NO_SUCH_DELIVERY) in reason.reply_text
         ):
-            reason = ChannelClosedByBroker(plan.PRECONDITION_FAILED, self._refusal)
+            reason = ChannelClosedByBroker(rules.PRECONDITION_FAILED, self._refusal)
             self._inner._closing_reason = reason
         for callback in list(self._close_callbacks):
             callback(self, reason)

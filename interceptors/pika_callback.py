@@ -1,6 +1,6 @@
 """`AsyncShardedChannel`: a drop-in for pika's asynchronous `Channel`, on whatever loop.
 
-Whatever is not in the table of `plan` is the wrapped channel's own. How calls keep their order and
+Whatever is not in the table of `rules` is the wrapped channel's own. How calls keep their order and
 how they fail is in `pika_async_base`, publishing in `pika_async_publish`; here is the rest.
 """
 
@@ -15,11 +15,11 @@ from pika.channel import Channel
 from pika.exceptions import DuplicateConsumerTag, DuplicateGetOkCallback
 from pika.spec import Basic
 
-from interceptors import plan
-from interceptors.pika_async_base import OnMessage
-from interceptors.pika_async_publish import OnFrame, PublishingChannel
-from interceptors.pika_loop import ANSWER_TIMEOUT, Done, Settling, answered, later, on_loop
-from interceptors.plan import Placement
+from interceptors import rules
+from interceptors.call_order import ANSWER_TIMEOUT, Done, Settling, answered, later, on_loop
+from interceptors.callback_base import OnMessage
+from interceptors.callback_publish import OnFrame, PublishingChannel
+from interceptors.rules import Placement
 from sharding.cluster.topology import Topology
 from sharding.errors import ShardUnavailable
 from sharding.maps.shard_map import Route, ShardMap
@@ -244,14 +244,14 @@ class AsyncShardedChannel(PublishingChannel):
         connection = self._channel.connection
 
         def count() -> None:
-            shards = plan.candidates(shard_map, self._node, self._placement)
+            shards = rules.candidates(shard_map, self._node, self._placement)
             if not shards:
-                self._refuse(plan.no_shard(queue))
+                self._refuse(rules.no_shard(queue))
                 return
 
             def counted(counts: dict[str, int | None]) -> None:
                 if not counts:  # each of them was deleted by somebody
-                    self._refuse(plan.no_shard(queue))
+                    self._refuse(rules.no_shard(queue))
                     return
                 shard = self._topology.claims.choose(counts)
                 if shard is None:
@@ -296,9 +296,9 @@ class AsyncShardedChannel(PublishingChannel):
                 self._locate(lambda: declare(shard_map, done))
 
         def declare(shard_map: ShardMap, done: Done) -> None:
-            shard = plan.first_shard(shard_map, self._node)
+            shard = rules.first_shard(shard_map, self._node)
             if shard is None:
-                self._refuse(plan.no_shard(queue))
+                self._refuse(rules.no_shard(queue))
                 return
             self._channel.queue_declare(shard, *arguments, **options)
             done()
@@ -320,7 +320,7 @@ class AsyncShardedChannel(PublishingChannel):
     def _unless_sharded(self, verb: str, queue: str, *arguments: Any, **options: Any) -> None:
         self._inner._raise_if_not_open()
         if self._map(queue) is not None:
-            self._refuse(plan.refusal(verb, queue))
+            self._refuse(rules.refusal(verb, queue))
         else:
             getattr(self._channel, f"queue_{verb}")(queue, *arguments, **options)
 
@@ -335,7 +335,7 @@ class AsyncShardedChannel(PublishingChannel):
         arguments: Mapping[str, Any] | None = None,
         callback: OnFrame | None = None,
     ) -> None:
-        if getattr(exchange_type, "value", exchange_type) != plan.EXCHANGE_TYPE:
+        if getattr(exchange_type, "value", exchange_type) != rules.EXCHANGE_TYPE:
             kind = (exchange_type, passive, durable, auto_delete, internal, arguments, callback)
             self._in_order(self._channel.exchange_declare, exchange, *kind)
             return
@@ -343,11 +343,11 @@ class AsyncShardedChannel(PublishingChannel):
         validators.rpc_completion_callback(callback)
         self._check_open()
         topology = self._topology
-        policy = plan.policy_of_arguments(exchange, arguments, durable)
+        policy = rules.policy_of_arguments(exchange, arguments, durable)
 
         def check_policy() -> None:
             if policy is None and topology.policy_for(exchange) is None:
-                raise plan.need_policy(exchange)
+                raise rules.need_policy(exchange)
 
         def make_shards() -> None:
             check_policy()

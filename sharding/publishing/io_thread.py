@@ -9,14 +9,14 @@ import pika
 from pika.adapters.select_connection import IOLoop
 from pika.spec import Basic
 
-from interceptors.addressing import Encoded
-from interceptors.confirms import Ledger, Message
-from interceptors.node_link import NodeLink
 from sharding.maps.shard_map import ShardMap
 from sharding.maps.slots import Key
+from sharding.publishing.addressing import Encoded
+from sharding.publishing.ledger import Ledger, Message
+from sharding.publishing.node_link import NodeLink
 
 if TYPE_CHECKING:
-    from interceptors.publisher import ShardedPublisher
+    from sharding.publishing.publisher import ShardedPublisher
 
 log = logging.getLogger("warren.publisher")
 
@@ -27,10 +27,10 @@ UNBLOCKED_PATIENCE = 1.0
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 
 
-CourierMessage = Message[Encoded | None]
+OutgoingMessage = Message[Encoded | None]
 
 
-class Courier:
+class IoThread:
     """The publisher's I/O thread: it carries messages between the ledger and the links."""
 
     def __init__(
@@ -183,7 +183,7 @@ class Courier:
                 sent(link.node, message)
         connection.uncork()
 
-    def _properties(self, message: CourierMessage) -> Encoded:
+    def _properties(self, message: OutgoingMessage) -> Encoded:
         given = message.properties
         if given is None:
             given = self._persistent.get(message.shard)
@@ -229,11 +229,11 @@ class Courier:
     ) -> None:
         key, looks = wire(method.routing_key or ""), _appearance(properties)
 
-        def alike(message: CourierMessage) -> bool:
+        def alike(message: OutgoingMessage) -> bool:
             sent_key = message.key if self._exchange else message.shard
             return message.body == body and wire(sent_key) == key
 
-        def same(message: CourierMessage) -> bool:
+        def same(message: OutgoingMessage) -> bool:
             return alike(message) and _appearance(self._properties(message).plain) == looks
 
         reason = f"{method.reply_code} {method.reply_text}: no queue took it"

@@ -31,16 +31,16 @@ from typing import Literal
 
 import pika
 
-from interceptors.addressing import Encoded
-from interceptors.confirms import Ledger, Message
-from interceptors.courier import Courier, CourierMessage, wire
-from interceptors.outcomes import Report, Result, Tally
 from sharding.cluster.topology import Routing
 from sharding.errors import InvalidInput, LocalError, OutcomeUnknown, ShardUnavailable, TryLater
 from sharding.maps.naming import MAX_NAME_BYTES
 from sharding.maps.shard_map import ShardKind, ShardMap
 from sharding.maps.slots import Key
 from sharding.metrics.sources import Subject
+from sharding.outcomes import Report, Result, Tally
+from sharding.publishing.addressing import Encoded
+from sharding.publishing.io_thread import IoThread, OutgoingMessage, wire
+from sharding.publishing.ledger import Ledger, Message
 
 log = logging.getLogger("warren.publisher")
 
@@ -121,18 +121,18 @@ class ShardedPublisher:
         self._used = 0
         self._used_bytes = 0
         self._next_number = 0
-        self._inbox: list[CourierMessage] = []
+        self._inbox: list[OutgoingMessage] = []
         self._woken = False
         self._tally = Tally(max_results)
         self._settled_through = -1
         self._closed = False
         self._ended = False
 
-        self._courier = Courier(
+        self._io_thread = IoThread(
             self, shard_map, Ledger(shard_map, max_results=max_results, on_result=_guard(on_result))
         )
         self._thread = threading.Thread(
-            target=self._courier.run, name=f"warren-publisher-{logical}", daemon=True
+            target=self._io_thread.run, name=f"warren-publisher-{logical}", daemon=True
         )
         self._thread.start()
 
@@ -208,7 +208,7 @@ class ShardedPublisher:
             wake = not self._woken
             self._woken = True
         if wake:
-            self._courier.wake()
+            self._io_thread.wake()
         return number
 
     def flush(self, timeout: float = 30.0) -> Report:
@@ -235,7 +235,7 @@ class ShardedPublisher:
                 self._closed = True
                 self._lock.notify_all()
                 self._wait_until_settled(began + timeout - share)
-        self._courier.stop(max(0.0, began + timeout - time.monotonic()) * 0.8)
+        self._io_thread.stop(max(0.0, began + timeout - time.monotonic()) * 0.8)
         self._thread.join(max(0.0, began + timeout - time.monotonic()))
         with self._lock:
             return self._take_report()
@@ -268,7 +268,7 @@ class ShardedPublisher:
         target = self._next_number - 1
         self._waiters += 1
         try:
-            self._courier.mark()
+            self._io_thread.mark()
             while self._settled_through < target and self._used and not self._ended:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -280,9 +280,9 @@ class ShardedPublisher:
     def _take_report(self) -> Report:
         return self._tally.take_report(self._used)
 
-    # For the courier's thread.
+    # For the I/O thread.
 
-    def _take_inbox(self) -> list[CourierMessage]:
+    def _take_inbox(self) -> list[OutgoingMessage]:
         with self._lock:
             batch, self._inbox = self._inbox, []
             self._woken = False

@@ -34,9 +34,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-from interceptors.outcomes import Outcome, Result, Tally
 from sharding.maps.shard_map import ShardMap
 from sharding.maps.slots import Key
+from sharding.outcomes import Outcome, Result, Tally
 
 P = TypeVar("P")
 
