@@ -20,8 +20,8 @@ again stores its rows again.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spark.own_query import exactly_once
-    from spark.partition_publisher import PublishOptions, publish_partition
+    from spark.write.exactly_once import exactly_once
+    from spark.write.sink import PublishOptions, publish_partition
 
 __all__ = ["PublishOptions", "exactly_once", "publish_partition"]
 
@@ -29,11 +29,11 @@ __all__ = ["PublishOptions", "exactly_once", "publish_partition"]
 def __getattr__(name: str) -> Any:
     # Loaded when asked for: this package is imported in every Python worker of Spark.
     if name == "exactly_once":
-        from spark.own_query import exactly_once
+        from spark.write.exactly_once import exactly_once
 
         return exactly_once
     if name in ("PublishOptions", "publish_partition"):
-        from spark import partition_publisher
+        from spark.write import sink
 
-        return getattr(partition_publisher, name)
+        return getattr(sink, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSource
 
-from spark.columns import spark_schema
-from spark.option_values import BadOption
-from spark.read_options import ReadOptions
+from spark.options.read import ReadOptions
+from spark.options.values import BadOption
+from spark.read.columns import spark_schema
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter
     from pyspark.sql.types import StructType
 
-    from spark.batch_source import BatchReader
-    from spark.stream_source import StreamReader
+    from spark.read.readers import BatchReader, StreamReader
 
 
 class WarrenDataSource(DataSource):
@@ -39,28 +38,28 @@ class WarrenDataSource(DataSource):
         return spark_schema(self._read_options().columns)
 
     def reader(self, schema: StructType) -> BatchReader:
-        from spark.batch_source import BatchReader
+        from spark.read.readers import BatchReader
 
         options = self._read_options()
         _check_schema(schema, options)
         return BatchReader(options.for_batch())
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802
-        from spark.stream_source import StreamReader
+        from spark.read.readers import StreamReader
 
         options = self._read_options()
         _check_schema(schema, options)
         return StreamReader(options.for_streaming())
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
-        from spark.sink import batch_writer
+        from spark.write.sink import batch_writer
 
         return batch_writer(self.options, schema, overwrite)
 
     def streamWriter(  # noqa: N802
         self, schema: StructType, overwrite: bool
     ) -> DataSourceStreamArrowWriter:
-        from spark.sink import stream_writer
+        from spark.write.sink import stream_writer
 
         return stream_writer(self.options, schema, overwrite)
 

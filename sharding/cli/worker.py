@@ -16,7 +16,7 @@ import typer
 from sharding.cli.options import LOCAL_BROKER, ManagementUrls, Urls, app, connected
 from sharding.errors import InvalidInput
 from sharding.groups import ConsumerGroup, GroupOptions, Retry
-from sharding.groups.options import OWN_DEAD_LETTERS
+from sharding.groups.options import DEAD_LETTERS_OF_GROUP
 
 LOCAL_STREAMS = "rabbitmq-stream://guest:guest@localhost:5552"
 HANDLER_RULE = "must look like pkg.module:function"
@@ -35,7 +35,7 @@ def worker(
     retries: Annotated[int, typer.Option(help="Attempts after the first one.")] = 4,
     dead_letter: Annotated[
         str, typer.Option(help="Where failed messages go; '' keeps trying without end.")
-    ] = OWN_DEAD_LETTERS,
+    ] = DEAD_LETTERS_OF_GROUP,
     handler_timeout: Annotated[
         float | None, typer.Option(help="Seconds after which a handler counts as hanging.")
     ] = None,

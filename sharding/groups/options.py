@@ -9,7 +9,7 @@ from typing import Any
 from sharding.errors import InvalidInput
 from sharding.maps.naming import check_name
 
-OWN_DEAD_LETTERS = "{name}.dead"
+DEAD_LETTERS_OF_GROUP = "{name}.dead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class GroupOptions:
     batch_wait: float = 0.1
     """How long messages wait for a batch to fill."""
     retry: Retry = field(default_factory=Retry)
-    dead_letter: str | None = OWN_DEAD_LETTERS
+    dead_letter: str | None = DEAD_LETTERS_OF_GROUP
     """The queue or stream for what failed for the last time; `{name}` stands for the logical name.
     It is made when first needed; one that exists is used as it is. None: nothing is ever given up,
     the last delay is used without end and the key waits, because dropping it would be a loss and

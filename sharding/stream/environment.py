@@ -34,7 +34,7 @@ from sharding.stream.connections.connection import ConnectOptions, Login, Stream
 from sharding.stream.connections.locator import Locator
 from sharding.stream.connections.open_connections import CAPACITY
 from sharding.stream.connections.placement import Placement
-from sharding.stream.connections.pool import OwnConnections, Pool
+from sharding.stream.connections.pool import DedicatedConnections, Pool
 from sharding.stream.consumer.consumer import Consumer
 from sharding.stream.consumer.offset_store import check_offset, store_offset_surely
 from sharding.stream.consumer.offset_times import offset_at
@@ -254,7 +254,7 @@ class StreamEnvironment:
         self._open.add(borrower)
         with self._lending:
             self._single_pool = self._single_pool or self._new_pool(capacity=1)
-            return replace(self._access, pool=OwnConnections(self._single_pool))
+            return replace(self._access, pool=DedicatedConnections(self._single_pool))
 
     def producer(
         self,

@@ -16,7 +16,8 @@ pytest.importorskip("pyspark")
 from pyspark.sql import SparkSession
 
 from sharding.stream.environment import StreamEnvironment
-from spark import connections, queue_shards
+from spark import process
+from spark.write import targets
 from tests.cluster import Cluster
 from tests.spark.stored import environment_of
 from tests.support.priority import first_in_line
@@ -84,7 +85,7 @@ def environment(cluster: Cluster) -> Iterator[StreamEnvironment]:
 def nothing_outlives_its_virtual_host() -> Iterator[None]:
     """What this process keeps between tasks would try for ever to reach a cluster that has gone."""
     yield
-    for kept in (queue_shards._links, queue_shards._topologies, connections._kept):
+    for kept in (targets._links, targets._topologies, process._environments):
         kept.close_all()
 
 

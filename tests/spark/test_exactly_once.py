@@ -14,8 +14,8 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from sharding.stream.environment import StreamEnvironment
 from spark import PublishOptions, exactly_once, publish_partition
-from spark.option_values import BadOption
-from spark.own_shards import OwnShards
+from spark.options.values import BadOption
+from spark.write.replay_rules import StreamOwners
 from tests.cluster import Cluster
 from tests.cluster.waiting import PATIENCE
 from tests.spark.stored import Orders, one_stream, reach, stored_in, stream_uri, super_stream
@@ -123,7 +123,7 @@ def test_query_that_was_changed_afterwards_is_refused_before_it_publishes(
 ) -> None:
     rows = rows_of(session, cluster, source)
     with super_stream(environment, partitions=4) as target:
-        own = OwnShards(environment.partitions(target), tasks=4)
+        own = StreamOwners(environment.partitions(target), tasks=4)
         writer = rows.repartition(4, "value").writeStream.format("warren")
         writer = writer.options(**reach(cluster), superStream=target, ownShards=own.dumps())
         with pytest.raises(PySparkException, match="let exactly_once\\(\\) make the query"):

@@ -11,7 +11,7 @@ import pytest
 from sharding.errors import InvalidInput, WarrenError
 from sharding.stream.environment import StreamEnvironment
 from spark import PublishOptions, publish_partition
-from spark.option_values import BadOption
+from spark.options.values import BadOption
 from tests.cluster import Cluster
 from tests.sharded import drain, raw_channel, shards_in_broker
 from tests.spark.stored import (

@@ -31,9 +31,9 @@ from sharding.stream import (
     RouteOptions,
     StreamArguments,
 )
-from spark.own_query import exactly_once
-from spark.read_options import ReadOptions
-from spark.targets import parse as parse_write_options
+from spark.options.read import ReadOptions
+from spark.write.exactly_once import exactly_once
+from spark.write.targets import parse as parse_write_options
 from tests.machine import PROJECT
 
 PAGE = (PROJECT / "docs" / "reference.md").read_text()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from sharding.errors import Unreachable
-from spark.credentials import Credentials, Login, NoCredentials
-from spark.errors import Failed, without_secrets
-from spark.option_values import BadOption, OptionValues
+from spark.options.connect import Credentials, Login, NoCredentials
+from spark.options.values import BadOption, OptionValues
+from spark.process import Failed, without_secrets
 
 CANARY = "kanari 1/Vogel@ü"
 

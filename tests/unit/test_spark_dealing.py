@@ -7,8 +7,7 @@ import pytest
 from sharding.errors import InvalidInput
 from sharding.stream.messages.message import decode_message, with_key
 from sharding.stream.producer.partitioning import by_hash
-from spark.dealing import Dealer
-from spark.messages import Messages
+from spark.write.messages import Dealer, Messages
 
 KEYS = [f"user-{number % 37}" for number in range(500)]
 BODIES = [b"%d" % number * (number % 120) for number in range(500)]

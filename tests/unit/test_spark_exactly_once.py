@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.stream.producer.report import Report
-from spark.option_values import BadOption
-from spark.own_query import own_shards
-from spark.own_rows import BatchTooLarge, OwnRows
-from spark.own_sender import publish_own
-from spark.own_shards import OwnShards, WouldLoseRows, check_last_id, first_id
+from spark.options.values import BadOption
+from spark.write.exactly_once import BatchTooLarge, TaskRows, publish_task_rows, stream_owners
+from spark.write.replay_rules import StreamOwners, WouldLoseRows, check_last_id, first_id
 
 STREAMS = ("a-0", "a-1", "a-2")
 
@@ -79,23 +77,23 @@ def run_batch(
     broker: ModelBroker, rows: Sequence[Row], *, batch: int, tasks: int, rng: random.Random
 ) -> int:
     """As Spark does: each row to its task, in any order, cut into batches anyhow."""
-    own = own_shards(STREAMS, tasks, ["place"])
+    own = stream_owners(STREAMS, tasks, ["place"])
     stored = 0
     for task in range(own.tasks):
         mine = [row for row in rows if own.shard_of(row[0]) % own.tasks == task]
         rng.shuffle(mine)
-        held = OwnRows(own, task, max_bytes=1 << 20)
+        held = TaskRows(own, task, max_bytes=1 << 20)
         while mine:
             cut = rng.randint(1, len(mine))
             part, mine = mine[:cut], mine[cut:]
             add(held, part)
-        stored += publish_own(
+        stored += publish_task_rows(
             own, held, query="q", batch=batch, open_producer=broker.open, timeout=1
         )
     return stored
 
 
-def add(held: OwnRows, rows: Sequence[Row]) -> None:
+def add(held: TaskRows, rows: Sequence[Row]) -> None:
     keys, places, messages = zip(*rows, strict=True)
     held.add(messages, keys, pa.record_batch([pa.array(places, pa.int64())], names=["place"]))
 
@@ -120,7 +118,7 @@ def test_replay_in_another_order_and_other_tasks_stores_every_row_once(
     broker.crash_after = None
     assert run_batch(broker, rows, batch=4, tasks=tasks[1], rng=rng) == len(rows)
 
-    own = own_shards(STREAMS, 1, ["place"])
+    own = stream_owners(STREAMS, 1, ["place"])
     for number, stream in enumerate(STREAMS):
         expected = sorted((row[1], row[2]) for row in rows if own.shard_of(row[0]) == number)
         assert broker.streams.get(stream, []) == [message for _, message in expected]
@@ -134,10 +132,10 @@ def test_next_batch_is_stored_after_the_one_before() -> None:
 
 
 def test_row_of_another_tasks_stream_is_refused_before_anything_is_published() -> None:
-    own = own_shards(STREAMS, 3, ["place"])
+    own = stream_owners(STREAMS, 3, ["place"])
     key = next(key for key in "abcdefgh" if own.shard_of(key) == 2)
     with pytest.raises(WouldLoseRows, match="task 0 of 3 was given rows of 'a-2'"):
-        add(OwnRows(own, 0, 1 << 20), [(key, 0, b"m")])
+        add(TaskRows(own, 0, 1 << 20), [(key, 0, b"m")])
 
 
 def test_checkpoint_older_than_the_stream_is_refused_before_anything_is_published() -> None:
@@ -157,7 +155,7 @@ def test_replay_with_fewer_rows_than_are_stored_is_refused() -> None:
 
 
 def test_rows_of_a_task_are_bounded_and_the_error_names_the_option() -> None:
-    held = OwnRows(own_shards(["a"], None, []), 0, max_bytes=1_000)
+    held = TaskRows(stream_owners(["a"], None, []), 0, max_bytes=1_000)
     empty = pa.record_batch([pa.array([0])], names=["x"])
     held.add([b"x" * 900], None, empty)
     with pytest.raises(BatchTooLarge, match="maxTaskBytes"):
@@ -165,24 +163,24 @@ def test_rows_of_a_task_are_bounded_and_the_error_names_the_option() -> None:
 
 
 def test_more_tasks_than_streams_are_not_made() -> None:
-    assert own_shards(STREAMS, 99, []).tasks == own_shards(STREAMS, None, []).tasks == 3
+    assert stream_owners(STREAMS, 99, []).tasks == stream_owners(STREAMS, None, []).tasks == 3
     with pytest.raises(BadOption, match="at least 1"):
-        own_shards(STREAMS, 0, [])
+        stream_owners(STREAMS, 0, [])
 
 
 def test_what_the_tasks_are_told_survives_the_way_there() -> None:
-    own = OwnShards(STREAMS, 2, ("place", "other"))
-    assert OwnShards.loads("ownShards", own.dumps()) == own
+    own = StreamOwners(STREAMS, 2, ("place", "other"))
+    assert StreamOwners.loads("ownShards", own.dumps()) == own
 
 
 @pytest.mark.parametrize("values", [[None, 1.0, float("nan"), -0.0, 0.0], ["b", None, "a"]])
 def test_order_is_the_same_for_nulls_and_numbers_that_are_none(values: list[Any]) -> None:
-    own = OwnShards(("a",), 1, ("place",))
+    own = StreamOwners(("a",), 1, ("place",))
     rng, found = random.Random(7), set()
     rows = [(value, b"%d" % number) for number, value in enumerate(values)]
     for _ in range(10):
         rng.shuffle(rows)
-        held = OwnRows(own, 0, 1 << 20)
+        held = TaskRows(own, 0, 1 << 20)
         for value, message in rows:
             kind = pa.string() if isinstance(values[0], str) else pa.float64()
             held.add([message], None, pa.record_batch([pa.array([value], kind)], names=["place"]))

@@ -10,8 +10,8 @@ import pytest
 
 from sharding.errors import InvalidInput
 from sharding.stream.messages.message import decode_message
-from spark.message_columns import MessageColumns
-from spark.messages import Messages, RowCount, of_batch, of_rows
+from spark.options.write import MessageColumns
+from spark.write.messages import Messages, RowCount, of_batch, of_rows
 
 COLUMNS = MessageColumns(value="value", key="key")
 

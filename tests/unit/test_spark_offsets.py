@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.errors import UnsupportedFormat
-from spark.offsets import (
+from spark.read.planning import (
     Extent,
     Offsets,
     StreamGone,

@@ -6,10 +6,9 @@ import pickle
 
 import pytest
 
-from spark.option_values import BadOption, OptionValues
-from spark.options import ConnectOptions, own_hosts
-from spark.positions import Place
-from spark.read_options import ReadOptions
+from spark.options.connect import ConnectOptions, own_hosts
+from spark.options.read import Place, ReadOptions
+from spark.options.values import BadOption, OptionValues
 
 CANARY = "kanari-1-Vogel"
 

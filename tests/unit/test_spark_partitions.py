@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pyspark")
 
-from spark.partitions import StreamRange, cut
+from spark.read.planning import StreamRange, cut
 
 RANGES = st.lists(
     st.tuples(st.integers(0, 50), st.integers(0, 400)).map(

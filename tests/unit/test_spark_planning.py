@@ -13,18 +13,15 @@ pytest.importorskip("pyspark")
 
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
 
-import spark.batch_source
-import spark.stream_source
+import spark.read.readers
 from sharding.errors import Unreachable
 from sharding.stream.consumer.probe import Ends
 from sharding.stream.errors import StreamNotFound
-from spark.batch_source import BatchReader
-from spark.cluster_view import ClusterView
-from spark.offsets import StreamGone
-from spark.option_values import BadOption
-from spark.partitions import StreamRange
-from spark.read_options import ReadOptions
-from spark.stream_source import StreamReader
+from spark.options.read import ReadOptions
+from spark.options.values import BadOption
+from spark.read.cluster_view import ClusterView
+from spark.read.planning import StreamGone, StreamRange
+from spark.read.readers import BatchReader, StreamReader
 
 
 class FakeEnvironment:
@@ -87,8 +84,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeEnvironment:
 
     monkeypatch.setattr(ClusterView, "offset_at", offset_at)
     monkeypatch.setattr(ClusterView, "store_offset", store_offset)
-    monkeypatch.setattr(spark.batch_source, "environment", environment)
-    monkeypatch.setattr(spark.stream_source, "environment", environment)
+    monkeypatch.setattr(spark.read.readers, "environment", environment)
     return fake
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spark.option_values import BadOption
-from spark.positions import Place, Positions, Time, resolve
+from spark.options.read import Place, Positions, Time, resolve
+from spark.options.values import BadOption
 
 
 def parse(text: str) -> Positions:

@@ -11,8 +11,8 @@ import pyarrow as pa
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from sharding.stream.arrow.batches import PROPERTIES
-from spark.columns import COLUMNS, DEFAULT_COLUMNS, client_columns, spark_schema
-from spark.rows import Origin, RowMaker
+from spark.read.columns import COLUMNS, DEFAULT_COLUMNS, client_columns, spark_schema
+from spark.read.rows import Origin, RowMaker
 
 ORIGIN = Origin("invoices-2", 2, "rmq1:5552")
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from sharding.stream.errors import StreamNotFound
-from spark.option_values import BadOption, OptionValues
-from spark.selection import Selection
+from spark.options.read import Selection
+from spark.options.values import BadOption, OptionValues
 
 
 class FakeCluster:

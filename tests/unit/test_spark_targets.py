@@ -16,13 +16,10 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from spark.message_columns import MessageColumns
-from spark.option_values import BadOption
-from spark.partition_publisher import PublishOptions
-from spark.queue_shards import basic_properties
-from spark.sink import batch_writer, stream_writer
-from spark.targets import parse
-from spark.write_options import OWN_SHARDS, WriteOptions
+from spark.options.values import BadOption
+from spark.options.write import STREAM_OWNERS, MessageColumns, WriteOptions
+from spark.write.sink import PublishOptions, batch_writer, stream_writer
+from spark.write.targets import basic_properties, parse
 
 PLAIN = StructType([StructField("key", StringType()), StructField("value", BinaryType())])
 
@@ -166,12 +163,12 @@ def test_nothing_can_be_overwritten() -> None:
 def test_batch_writer_refuses_the_scheme_of_exactly_once() -> None:
     """foreachBatch gives two writes of one batch the same ids: the second would be dropped."""
     with pytest.raises(BadOption, match="made by exactly_once"):
-        batch_writer({"stream": "a", OWN_SHARDS: "{}"}, PLAIN, False)
+        batch_writer({"stream": "a", STREAM_OWNERS: "{}"}, PLAIN, False)
 
 
 def test_own_shards_that_nobody_made_are_refused() -> None:
     with pytest.raises(BadOption, match="set by exactly_once"):
-        stream_writer({"stream": "a", OWN_SHARDS: "[]"}, PLAIN, False)
+        stream_writer({"stream": "a", STREAM_OWNERS: "[]"}, PLAIN, False)
     with pytest.raises(BadOption, match="set by exactly_once"):
         PublishOptions.of(stream="a", ownShards="{}")
 

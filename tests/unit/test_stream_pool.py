@@ -16,7 +16,7 @@ import pytest
 from sharding.errors import LocalError, ShardUnavailable, Unreachable
 from sharding.stream.connections.connection import StreamClient
 from sharding.stream.connections.node_search import Tries
-from sharding.stream.connections.pool import OwnConnections, Pool
+from sharding.stream.connections.pool import DedicatedConnections, Pool
 from sharding.stream.errors import AuthenticationFailed, NodeNotReached
 from sharding.stream.protocol.constants import Broker, Code
 from tests.cluster import wait_until
@@ -416,7 +416,7 @@ def test_a_subscription_with_a_connection_of_its_own_ends_it() -> None:
     """For a single active consumer the end of its connection is what frees the stream."""
     network = Network()
     with pool_of(network, capacity=1) as pool:
-        own = OwnConnections(pool)
+        own = DedicatedConnections(pool)
         deadline = soon()
         (first, number), (second, _) = (
             own.subscriber([A], "s", Handler(), deadline) for _ in range(2)

@@ -201,7 +201,7 @@ class Pool:
             close_all(idle, CLOSE_TIMEOUT)
 
 
-class OwnConnections:
+class DedicatedConnections:
     """A connection for each subscription, which ends with it.
 
     For single active consumers: that the connection ended is the one thing a broker is sure to

@@ -11,9 +11,9 @@ looks the target up if it can, and otherwise the tasks do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import (
     DataSourceArrowWriter,
@@ -22,15 +22,13 @@ from pyspark.sql.datasource import (
 )
 
 from sharding.errors import LocalError, is_retryable
-from spark.connections import environment
-from spark.message_columns import MessageColumns
-from spark.messages import RowCount, of_batch
-from spark.option_values import BadOption
-from spark.options import ConnectOptions
-from spark.own_shards import OwnShards
-from spark.senders import producer_options
-from spark.targets import Target, parse, resolve, sender_to
-from spark.write_options import OWN_SHARDS, WriteOptions
+from spark.options.connect import ConnectOptions
+from spark.options.values import BadOption
+from spark.options.write import STREAM_OWNERS, MessageColumns, WriteOptions
+from spark.process import environment
+from spark.write.messages import RowCount, of_batch, of_rows
+from spark.write.replay_rules import StreamOwners
+from spark.write.targets import Target, parse, producer_options, resolve, sender_to
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -70,8 +68,8 @@ def batch_writer(
     options: Mapping[str, str], schema: StructType, overwrite: bool
 ) -> DataSourceArrowWriter:
     connect, write = _checked(options, overwrite)
-    if write.own_shards is not None:
-        raise BadOption(OWN_SHARDS, "is for streaming queries made by exactly_once()", "a batch")
+    if write.stream_owners is not None:
+        raise BadOption(STREAM_OWNERS, "is for streaming queries made by exactly_once()", "a batch")
     columns = MessageColumns.find(write, schema)
     return BatchWriter(Task(connect, write, columns, resolve(connect, write)))
 
@@ -81,8 +79,8 @@ def stream_writer(
 ) -> DataSourceStreamArrowWriter:
     connect, write = _checked(options, overwrite)
     columns = MessageColumns.find(write, schema)
-    if write.own_shards is not None:
-        own = OwnShards.loads(OWN_SHARDS, write.own_shards)
+    if write.stream_owners is not None:
+        own = StreamOwners.loads(STREAM_OWNERS, write.stream_owners)
         return ExactlyOnceWriter(Task(connect, write, columns), own)
     return StreamWriter(Task(connect, write, columns, _target_if_reachable(connect, write)))
 
@@ -112,17 +110,16 @@ class StreamWriter(DataSourceStreamArrowWriter):
 class ExactlyOnceWriter(StreamWriter):
     """Works only in the query that `exactly_once` makes, and refuses to do so in another."""
 
-    def __init__(self, task: Task, own: OwnShards) -> None:
+    def __init__(self, task: Task, own: StreamOwners) -> None:
         super().__init__(task)
         self._own = own
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Stored:
-        from spark.own_rows import OwnRows
-        from spark.own_sender import publish_own
+        from spark.write.exactly_once import TaskRows, publish_task_rows
 
         task, own = self._task, self._own
         number, query, batch = _place_in_query()
-        rows = OwnRows(own, number, task.options.max_task_bytes)
+        rows = TaskRows(own, number, task.options.max_task_bytes)
         count = RowCount()
         for each in iterator:
             messages = of_batch(each, task.columns, count, key_needed=len(own.streams) > 1)
@@ -134,7 +131,7 @@ class ExactlyOnceWriter(StreamWriter):
             def open_producer(stream: str, name: str) -> Producer:
                 return found.producer(stream, producer_options(task.options, name))
 
-            stored = publish_own(
+            stored = publish_task_rows(
                 own,
                 rows,
                 query=query,
@@ -171,3 +168,60 @@ def _place_in_query() -> tuple[int, str, int]:
     if context is None or batch is None or query is None:
         raise LocalError("exactly_once() needs a streaming query: Spark gave no batch id")
     return context.partitionId(), query, int(batch)
+
+
+# `publish_partition`: for code below DataFrames, with the options and promises of the plain sink.
+#
+#     options = PublishOptions.of(superStream="invoices", keyColumn="customer").resolved()
+#     rdd.foreachPartition(lambda rows: publish_partition(rows, options))
+#
+# A row is a `Row` or a mapping, taken by the names of its columns; a pair of key and body; or a
+# body alone. The call returns when every row is confirmed, and raises otherwise: at-least-once.
+
+
+@dataclass(frozen=True)
+class PublishOptions:
+    """The options of the sink, parsed and checked. Goes to executors as it is.
+
+    A password among the options goes with it; one in a file or an environment variable does not.
+    """
+
+    connect: ConnectOptions
+    write: WriteOptions
+    target: Target | None = None
+
+    @classmethod
+    def of(cls, **options: Any) -> PublishOptions:
+        """From the sink's options by their names, in any case. Asks no broker."""
+        connect, write = parse({name: str(value) for name, value in options.items()})
+        if write.stream_owners is not None:
+            raise BadOption(STREAM_OWNERS, "is set by exactly_once()", "a value")
+        return cls(connect, write)
+
+    def resolved(self) -> PublishOptions:
+        """The same, with the target looked up once, for all tasks; raises if it is not there."""
+        return replace(self, target=resolve(self.connect, self.write))
+
+
+def publish_partition(rows: Iterable[object], options: PublishOptions) -> None:
+    """Publish `rows` and wait until all are stored."""
+    write = options.write
+    names = write.columns
+    columns = MessageColumns(
+        value=names.value or "value",
+        key=names.key or "key",
+        properties=names.properties or "properties",
+        headers=names.headers or "headers",
+        filter=names.filter,
+    )
+    asked_for = (names.key, names.properties, names.headers, names.filter)
+    parts = of_rows(
+        rows,
+        columns,
+        key_needed=write.kind != "stream",
+        needed=[name for name in asked_for if name is not None],
+    )
+    with sender_to(options.connect, write, options.target) as sender:
+        for messages in parts:
+            sender.send(messages)
+        sender.finish()

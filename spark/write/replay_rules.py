@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 from sharding.errors import LocalError
 from sharding.stream.producer.partitioning import by_hash
-from spark.messages import Key
-from spark.option_values import BadOption
+from spark.options.values import BadOption
+from spark.write.messages import Key
 
 RANK_BITS = 32
 MAX_RANK = (1 << RANK_BITS) - 1
@@ -36,7 +36,7 @@ class WouldLoseRows(LocalError):
 
 
 @dataclass(frozen=True)
-class OwnShards:
+class StreamOwners:
     """Which task publishes to which stream, and in which order."""
 
     streams: tuple[str, ...]
@@ -61,7 +61,7 @@ class OwnShards:
         return json.dumps({"streams": self.streams, "tasks": self.tasks, "orderBy": self.order_by})
 
     @classmethod
-    def loads(cls, option: str, text: str) -> OwnShards:
+    def loads(cls, option: str, text: str) -> StreamOwners:
         try:
             value = json.loads(text)
             own = cls(tuple(value["streams"]), int(value["tasks"]), tuple(value["orderBy"]))

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from sharding.stream.errors import StreamNotFound
 from sharding.stream.options import ConsumerOptions
-from spark.columns import client_columns
-from spark.offsets import Extent
-from spark.partitions import StreamRange
-from spark.read_options import ReadOptions
-from spark.selection import listed_streams
+from spark.options.read import ReadOptions, listed_streams
+from spark.read.columns import client_columns
+from spark.read.planning import (
+    Extent,
+    StreamRange,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -4,8 +4,8 @@
         .option("checkpointLocation", "…").start()
 
 It returns the writer of the query, for the trigger, the checkpoint and the output mode. The query
-shuffles each row to the one task that owns its stream; see `own_shards` for why that is needed, and
-for the rules.
+shuffles each row to the one task that owns its stream; see `replay_rules` for why that is needed,
+and for the rules.
 
 What it can't know, and asks for:
 
@@ -22,21 +22,27 @@ Spark Connect that is the client.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from spark.message_columns import MessageColumns
-from spark.option_values import BadOption
-from spark.own_shards import OwnShards
-from spark.targets import parse, resolve
-from spark.write_options import OWN_SHARDS, WriteOptions
+from sharding.errors import LocalError
+from spark.options.values import BadOption
+from spark.options.write import STREAM_OWNERS, MessageColumns, WriteOptions
+from spark.write.messages import Key
+from spark.write.replay_rules import StreamOwners, check_last_id, first_id
+from spark.write.targets import parse, resolve
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
     from pyspark.sql.streaming.readwriter import DataStreamWriter
     from pyspark.sql.types import StructType
+
+    from sharding.stream.producer.producer import Producer
 
 FORMAT: Final = "warren"
 _SORTABLE: Final = (
@@ -68,7 +74,7 @@ def exactly_once(
     columns = MessageColumns.find(write, rows.schema)
     order = _order_columns(order_by, rows.schema)
     _check_deterministic(rows)
-    own = own_shards(resolve(connect, write).streams, tasks, order)
+    own = stream_owners(resolve(connect, write).streams, tasks, order)
     kept = dict.fromkeys(
         name
         for name in (columns.value, columns.key, columns.properties, columns.headers, *order)
@@ -76,18 +82,20 @@ def exactly_once(
     )
     chosen = rows.select(*(_exactly(rows, name) for name in kept))
     placed = chosen.repartitionById(own.tasks, _task_column(own, columns))
-    return placed.writeStream.format(FORMAT).options(**texts, **{OWN_SHARDS: own.dumps()})
+    return placed.writeStream.format(FORMAT).options(**texts, **{STREAM_OWNERS: own.dumps()})
 
 
-def own_shards(streams: Sequence[str], tasks: int | None, order_by: Sequence[str]) -> OwnShards:
+def stream_owners(
+    streams: Sequence[str], tasks: int | None, order_by: Sequence[str]
+) -> StreamOwners:
     """More tasks than streams would have nothing to do."""
     if tasks is not None and tasks < 1:
         raise BadOption("tasks", "must be at least 1", tasks)
     wanted = len(streams) if tasks is None else min(tasks, len(streams))
-    return OwnShards(tuple(streams), wanted, tuple(order_by))
+    return StreamOwners(tuple(streams), wanted, tuple(order_by))
 
 
-def _task_column(own: OwnShards, columns: MessageColumns) -> Column:
+def _task_column(own: StreamOwners, columns: MessageColumns) -> Column:
     """The number of the task that owns a row's stream."""
     from pyspark.sql import functions
     from pyspark.sql.pandas.functions import arrow_udf
@@ -112,8 +120,8 @@ def _check_options(write: WriteOptions) -> None:
     if write.kind == "queue":
         rule = "can't be written exactly once: queues know no publishing ids; use a stream"
         raise BadOption("queue", rule, write.name)
-    if write.own_shards is not None:
-        raise BadOption(OWN_SHARDS, "is set by exactly_once()", "a value")
+    if write.stream_owners is not None:
+        raise BadOption(STREAM_OWNERS, "is set by exactly_once()", "a value")
     if write.sub_entry_messages:
         rule = "can't be combined with exactly_once(): an id would stand for many rows"
         raise BadOption("subEntryMessages", rule, write.sub_entry_messages)
@@ -159,3 +167,104 @@ def _quoted(name: str) -> str:
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_MESSAGE = "message"
+SLICE = 10_000
+
+
+class BatchTooLarge(LocalError):
+    """The rows of one task need more memory than they may have."""
+
+
+class TaskRows:
+    """Collects the encoded messages of a task; the owner adds Arrow batches and then publishes."""
+
+    def __init__(self, own: StreamOwners, task: int, max_bytes: int) -> None:
+        self._own = own
+        self._task = task
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._parts: dict[int, list[pa.RecordBatch]] = defaultdict(list)
+
+    def add(
+        self, messages: Sequence[bytes], keys: Sequence[Key | None] | None, rows: pa.RecordBatch
+    ) -> None:
+        """`messages` and `keys` of the rows; of `rows` the columns of the order are kept."""
+        shards = [0] * len(messages) if keys is None else list(map(self._own.shard_of, keys))
+        self._own.check_own(shards, self._task)
+        part = pa.record_batch(
+            [
+                *(rows.column(name) for name in self._own.order_by),
+                pa.array(messages, pa.large_binary()),
+            ],
+            names=self._names,
+        )
+        self._bytes += part.nbytes
+        if self._bytes > self._max_bytes:
+            raise BatchTooLarge(
+                f"a task has more than {self._max_bytes} bytes of rows in one batch; take fewer at "
+                "a time (maxOffsetsPerTrigger of the source), use more partitions, or raise "
+                "maxTaskBytes"
+            )
+        numbers = pa.array(shards, pa.int32())
+        for shard in set(shards):
+            self._parts[shard].append(part.filter(pc.equal(numbers, shard)))
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """How many rows there are for each stream that has some."""
+        return {
+            shard: sum(part.num_rows for part in parts)
+            for shard, parts in sorted(self._parts.items())
+        }
+
+    def ordered(self, shard: int) -> Iterator[list[bytes]]:
+        """The messages of a stream in their order, some at a time; they are kept no longer."""
+        table = pa.Table.from_batches(self._parts.pop(shard))
+        order = pc.sort_indices(table, sort_keys=[(name, "ascending") for name in self._names])
+        messages = table.column(_MESSAGE)
+        for start in range(0, len(order), SLICE):
+            yield messages.take(order.slice(start, SLICE)).to_pylist()
+
+    @property
+    def _names(self) -> list[str]:
+        # Numbered: a column of the user's may be called as ours is.
+        return [*(f"order {number}" for number in range(len(self._own.order_by))), _MESSAGE]
+
+
+_CLOSE_TIMEOUT = 2.0
+
+
+def publish_task_rows(
+    own: StreamOwners,
+    rows: TaskRows,
+    *,
+    query: str,
+    batch: int,
+    open_producer: Callable[[str, str], Producer],
+    timeout: float,
+) -> int:
+    """Publish all rows; how many there are, if every one is stored. `WouldLoseRows` comes before
+    anything is published to any stream."""
+    counts = rows.counts
+    with ExitStack() as opened:
+        producers = {}
+        for shard, count in counts.items():
+            stream = own.streams[shard]
+            producer = open_producer(stream, query)
+            opened.callback(producer.close, _CLOSE_TIMEOUT)
+            check_last_id(producer.last_publishing_ids[stream], batch, count, stream)
+            producers[shard] = producer
+        for shard, producer in producers.items():
+            next_id = first_id(batch)
+            for messages in rows.ordered(shard):
+                ids = range(next_id, next_id + len(messages))
+                producer.send_encoded(messages, publishing_ids=ids, timeout=timeout)
+                next_id = ids.stop
+        stored = 0
+        for producer in producers.values():
+            report = producer.flush(timeout)
+            report.raise_for_failures()
+            stored += report.stored
+    return stored

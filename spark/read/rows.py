@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark.sql.datasource import InputPartition
 
 from sharding.stream.arrow.batches import PROPERTIES
+from spark.options.read import ReadOptions
+from spark.process import environment
+from spark.read.cluster_view import ClusterView
+from spark.read.planning import StreamRange
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _TIME = pa.timestamp("us", "UTC")  # Spark knows no other unit
 _PROPERTIES = pa.struct(
@@ -87,3 +96,16 @@ def _small_enough(batch: pa.RecordBatch, most: int) -> Iterator[pa.RecordBatch]:
     half = batch.num_rows // 2
     yield from _small_enough(batch.slice(0, half), most)
     yield from _small_enough(batch.slice(half), most)
+
+
+def read(options: ReadOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+    """The rows of `partition`, from a near replica, over the connections that the process keeps."""
+    from spark.read.rows import Origin, RowMaker
+
+    if not isinstance(partition, StreamRange):
+        return  # Spark makes a partition of its own where a source has none
+    rows = RowMaker(options.columns)
+    with environment(options.connect) as streams:
+        for batch, node in ClusterView(streams, options).read(partition):
+            origin = Origin(partition.stream, partition.partition, node)
+            yield from rows.batches(batch, origin)

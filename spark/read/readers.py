@@ -1,8 +1,4 @@
-"""Streams as a streaming source: the driver plans batches by offsets, the tasks read them.
-
-Spark keeps one reader on the driver for the life of a query, which plans, and pickles another for
-the tasks, which only read. So what planning remembers is never asked for in a task.
-"""
+"""What planning and reading ask of the stream client; the one place that knows how it is called."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -21,17 +17,87 @@ from pyspark.sql.streaming.datasource import (
 
 from sharding.errors import WarrenError, is_retryable
 from sharding.stream.errors import NoAnswerInTime
-from spark.batch_source import places
-from spark.cluster_view import ClusterView
-from spark.connections import environment
-from spark.offsets import Batch, Extent, Offsets, check_gone, plan, up_to_target
-from spark.partitions import StreamRange, cut
-from spark.positions import Place
-from spark.read_options import ReadOptions
-from spark.reading import read
+from spark.options.read import Place, Positions, ReadOptions, resolve
+from spark.options.values import BadOption
+from spark.process import environment
+from spark.read.cluster_view import ClusterView
+from spark.read.planning import (
+    Batch,
+    Extent,
+    Offsets,
+    StreamRange,
+    check_gone,
+    cut,
+    plan,
+    up_to_target,
+)
+from spark.read.rows import read
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+class BatchReader(DataSourceReader):
+    """Reads what the streams hold when the query is planned."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+
+    def partitions(self) -> list[StreamRange]:
+        options = self._options
+        with environment(options.connect) as streams:
+            view = ClusterView(streams, options)
+            found = view.streams()
+            extents = view.extents(found)
+            starts = places(options.starting, Place.EARLIEST, extents, view)
+            ends = places(options.ending, Place.LATEST, extents, view)
+        ranges = [
+            StreamRange(stream, number, self._start(starts[stream], extents[stream]), ends[stream])
+            for stream, number in found.items()
+        ]
+        for found_range in ranges:
+            if found_range.first > found_range.end:
+                rule = (
+                    f"must not be after endingOffsets, {found_range.end} in {found_range.stream!r}"
+                )
+                raise BadOption("startingOffsets", rule, found_range.first)
+        return cut(
+            ranges,
+            min_partitions=options.min_partitions,
+            max_records=options.max_records_per_partition,
+        )
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return read(self._options, partition)
+
+    def _start(self, offset: int, extent: Extent) -> int:
+        # Where a loss is allowed, nothing is gained by planning tasks for what is gone. Where it
+        # is not, the task that finds it missing says so.
+        return offset if self._options.fail_on_data_loss else max(offset, extent.first)
+
+
+def places(
+    asked: Positions | None,
+    default: Place,
+    extents: Mapping[str, Extent],
+    view: ClusterView,
+) -> dict[str, int]:
+    """The offset in each stream that the option, or the default, means."""
+    asked = asked or Positions("startingOffsets", default)
+    offsets = {}
+    for stream, position in asked.for_streams(extents).items():
+        extent = extents[stream]
+
+        def offset_at(timestamp_ms: int, stream: str = stream) -> int | None:
+            return view.offset_at(stream, timestamp_ms)
+
+        offset = resolve(position, extent.first, extent.end, offset_at)
+        if offset > extent.end:
+            rule = f"must be at most {extent.end}, where {stream!r} ends"
+            raise BadOption(asked.option, rule, offset)
+        offsets[stream] = offset
+    return offsets
+
 
 logger = logging.getLogger("warren.spark")
 
@@ -40,6 +106,12 @@ _NO_LIMIT = 2**63 - 1
 _PATIENCE = 120.0
 """How long a running query waits for a cluster that is away: nodes restart within that."""
 _TRY_AGAIN = 1.0
+
+
+# Streams as a streaming source: the driver plans batches by offsets, the tasks read them.
+#
+# Spark keeps one reader on the driver for the life of a query, which plans, and pickles another for
+# the tasks, which only read. So what planning remembers is never asked for in a task.
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):

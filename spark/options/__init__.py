@@ -1,0 +1,1 @@
+"""Every option of the source and the sinks, checked before a query is planned."""

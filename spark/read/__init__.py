@@ -1,0 +1,1 @@
+"""Reading streams: what the driver plans, and what a task does with its range."""

@@ -1,0 +1,1 @@
+"""Writing to streams and queue shards: rows as messages, where they go, and every confirm."""
