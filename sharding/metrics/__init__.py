@@ -6,17 +6,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sharding.metrics.prometheus import Collector, MetricsServer, serve
+    from sharding.metrics.prometheus import Collector, MetricsServer, collector, serve
+else:  # hidden from type checkers, which would take any name for known
 
-__all__ = ["Collector", "MetricsServer", "serve"]
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from sharding.metrics import prometheus
+
+        return getattr(prometheus, name)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from sharding.metrics import prometheus
-
-    return getattr(prometheus, name)
+__all__ = ["Collector", "MetricsServer", "collector", "serve"]
