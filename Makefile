@@ -48,7 +48,7 @@ bench: ready
 # Mutated frames and chunks for SECONDS, beyond what `make test` tries.
 SECONDS ?= 60
 fuzz: ready
-	$(RUN)python -m tests.fuzz_streams --seconds $(SECONDS)
+	$(RUN)python -m tests.support.fuzz_streams --seconds $(SECONDS)
 
 # For spark-submit --py-files: the wheel under a name that Spark takes. What it depends on (mmh3,
 # pika, pyarrow, numpy) must be installed where the executors run.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sharding.stream.protocol.constants import Broker
-from tests.certificates import Authority
 from tests.cluster.cluster import Cluster
+from tests.support.certificates import Authority
 
 NAME = "broker.test"
 

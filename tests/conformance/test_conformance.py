@@ -20,8 +20,8 @@ from tests.conformance import recorded
 from tests.conformance.callers import CALLERS, Wrap
 from tests.conformance.script import SCENARIOS
 from tests.conformance.stage import Stage, wrapped_stage
-from tests.sharded import topology_of
 from tests.support import patient
+from tests.support.sharded import topology_of
 
 pytestmark = pytest.mark.cluster
 

@@ -28,8 +28,8 @@ from sharding import (
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
-from tests.sharded import connection_to, drain, fresh_queue, shards_in_broker, topology_of
 from tests.support import patient
+from tests.support.sharded import connection_to, drain, fresh_queue, shards_in_broker, topology_of
 
 pytestmark = pytest.mark.cluster
 

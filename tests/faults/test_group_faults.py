@@ -23,7 +23,7 @@ from tests.faults.group_load import (
     wait_for_balance,
 )
 from tests.faults.group_worker import OPTIONS, Line
-from tests.sharded import fresh_queue, topology_of
+from tests.support.sharded import fresh_queue, topology_of
 
 pytestmark = pytest.mark.cluster
 

@@ -20,7 +20,6 @@ from spark import PublishOptions, publish_partition
 from tests.cluster import Cluster, Node, wait_until
 from tests.faults.spark_driver import Copy
 from tests.faults.spark_kills import RUN_TIMEOUT, Driver, kill_workers
-from tests.sharded import drain, shards_in_broker, topology_of
 from tests.spark.stored import (
     Orders,
     StoredRow,
@@ -33,6 +32,7 @@ from tests.spark.stored import (
     stream_uri,
     super_stream,
 )
+from tests.support.sharded import drain, shards_in_broker, topology_of
 
 pytestmark = [
     pytest.mark.cluster,

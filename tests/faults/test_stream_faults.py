@@ -12,7 +12,7 @@ import pytest
 from sharding.stream import ProducerOptions, StreamEnvironment
 from tests.cluster import Cluster, wait_until
 from tests.cluster.health import prove_health
-from tests.streams import (
+from tests.support.streams import (
     await_replicas,
     environment_of,
     leader_node,

@@ -22,7 +22,7 @@ from tests.cluster.waiting import PATIENCE
 from tests.faults.group_worker import Line, lines_of
 from tests.faults.stream_group_worker import HOLD, OPTIONS
 from tests.machine import PROJECT
-from tests.streams import environment_of, leader_node, super_stream_in
+from tests.support.streams import environment_of, leader_node, super_stream_in
 
 pytestmark = pytest.mark.cluster
 

@@ -20,7 +20,13 @@ from sharding.stream import (
 )
 from tests.cluster import Cluster, wait_until
 from tests.cluster.health import prove_health
-from tests.streams import await_replicas, environment_of, leader_node, read_all, super_stream_in
+from tests.support.streams import (
+    await_replicas,
+    environment_of,
+    leader_node,
+    read_all,
+    super_stream_in,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

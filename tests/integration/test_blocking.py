@@ -14,8 +14,8 @@ from interceptors import Placement, ShardedChannel
 from sharding import InvalidInput, Policy, ShardMap, ShardUnavailable, Topology
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
 from tests.support import patient
+from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
 
 pytestmark = pytest.mark.cluster
 

@@ -14,8 +14,8 @@ from interceptors import ShardedChannel
 from sharding import ShardName
 from tests.cluster import Cluster, Node, wait_until
 from tests.machine import PROJECT
-from tests.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
-from tests.sharded import shards_in_broker as shards_of
+from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
+from tests.support.sharded import shards_in_broker as shards_of
 
 pytestmark = pytest.mark.cluster
 

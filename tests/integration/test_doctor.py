@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from sharding.doctor import Finding, Verdict, examine, places_from
-from tests.certificates import Authority, server_context
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.cluster import PLUGINS
 from tests.cluster.pool import Pool
-from tests.fake_amqp import FakeAmqp
-from tests.fake_broker import FakeBroker, Peer
 from tests.machine import PROJECT
+from tests.support.certificates import Authority, server_context
+from tests.support.fake_amqp import FakeAmqp
+from tests.support.fake_broker import FakeBroker, Peer
 
 SECRET = "c4nary"
 SCRATCH = f"doctor-{secrets.token_hex(4)}"

@@ -18,7 +18,7 @@ from sharding.cluster.provisioner import locator_policy
 from sharding.maps.planning import Member
 from tests.cluster import Cluster, Node, wait_until
 from tests.machine import PROJECT
-from tests.sharded import (
+from tests.support.sharded import (
     connection_to,
     drain,
     fresh_queue,

@@ -23,8 +23,8 @@ from sharding.stream import StreamEnvironment
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.integration.test_pika_async import Client
-from tests.sharded import connection_to, fresh_queue, raw_channel, topology_of
 from tests.support import patient
+from tests.support.sharded import connection_to, fresh_queue, raw_channel, topology_of
 from tests.unit.test_metrics import scraped
 
 pytestmark = pytest.mark.cluster

@@ -21,7 +21,7 @@ import pytest
 
 from tests.cluster import Cluster, Node, wait_until
 from tests.machine import PROJECT
-from tests.sharded import connection_to, shards_in_broker
+from tests.support.sharded import connection_to, shards_in_broker
 
 pytestmark = pytest.mark.cluster
 

@@ -14,7 +14,7 @@ from sharding import InvalidInput, Policy, ShardMap, ShardUnavailable
 from sharding.stream import StreamEnvironment
 from tests.cluster import Cluster
 from tests.machine import PROJECT
-from tests.sharded import connection_to, fresh_queue, topology_of
+from tests.support.sharded import connection_to, fresh_queue, topology_of
 
 pytestmark = pytest.mark.cluster
 

@@ -33,8 +33,8 @@ from sharding.cluster.topology import Claims, Topology
 from sharding.maps.shard_map import ShardMap
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of
 from tests.support import patient
+from tests.support.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of
 
 pytestmark = pytest.mark.cluster
 

@@ -29,8 +29,8 @@ from sharding.groups.queues.shard_reader import NotLockable
 from sharding.groups.queues.worker import exchange_of
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.sharded import fresh_queue, raw_channel, topology_of
 from tests.support import patient
+from tests.support.sharded import fresh_queue, raw_channel, topology_of
 
 pytestmark = pytest.mark.cluster
 

@@ -20,9 +20,9 @@ from sharding.stream import StreamEnvironment
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
-from tests.sharded import fresh_queue, raw_channel, topology_of
-from tests.streams import await_replicas, leader_node
 from tests.support import patient
+from tests.support.sharded import fresh_queue, raw_channel, topology_of
+from tests.support.streams import await_replicas, leader_node
 from tests.unit.test_metrics import scraped
 
 pytestmark = pytest.mark.cluster

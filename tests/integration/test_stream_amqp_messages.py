@@ -10,9 +10,9 @@ import pytest
 from sharding.stream import Columns, StreamEnvironment
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.sharded import raw_channel
-from tests.streams import environment_of, stream_in
 from tests.support import patient
+from tests.support.sharded import raw_channel
+from tests.support.streams import environment_of, stream_in
 
 pytestmark = pytest.mark.cluster
 

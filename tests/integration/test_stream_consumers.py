@@ -28,8 +28,9 @@ from sharding.stream.protocol.commands import Metadata, Subscribe, Unsubscribe
 from sharding.stream.protocol.constants import FIRST, NEXT, OffsetSpec
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.stream_recorder import Recorder
-from tests.streams import (
+from tests.support import patient
+from tests.support.stream_recorder import Recorder
+from tests.support.streams import (
     environment_of,
     leader_node,
     publish,
@@ -38,7 +39,6 @@ from tests.streams import (
     stream_in,
     super_stream_in,
 )
-from tests.support import patient
 
 pytestmark = pytest.mark.cluster
 

@@ -17,8 +17,8 @@ import pytest
 
 from sharding.stream import StreamEnvironment
 from tests.cluster import Balancer, Cluster, wait_until
-from tests.streams import stream_in
 from tests.support import patient
+from tests.support.streams import stream_in
 
 pytestmark = pytest.mark.cluster
 

@@ -29,8 +29,8 @@ from tests.cluster import Cluster, wait_until
 from tests.cluster.pool import Pool
 from tests.cluster.waiting import PATIENCE
 from tests.conftest import OLDEST_VERSION
-from tests.streams import environment_of, fresh_stream, stream_in, super_stream_in
 from tests.support import patient
+from tests.support.streams import environment_of, fresh_stream, stream_in, super_stream_in
 
 pytestmark = pytest.mark.cluster
 

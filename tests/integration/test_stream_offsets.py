@@ -11,8 +11,8 @@ from sharding.errors import InvalidInput
 from sharding.stream import ConsumerOptions, StreamEnvironment, StreamNotFound
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.streams import environment_of, publish, read_all, stream_in, super_stream_in
 from tests.support import patient
+from tests.support.streams import environment_of, publish, read_all, stream_in, super_stream_in
 
 pytestmark = pytest.mark.cluster
 

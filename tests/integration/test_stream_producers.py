@@ -24,8 +24,8 @@ from sharding.stream import (
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
-from tests.streams import environment_of, leader_node, read_all, stream_in, super_stream_in
 from tests.support import patient
+from tests.support.streams import environment_of, leader_node, read_all, stream_in, super_stream_in
 
 pytestmark = pytest.mark.cluster
 

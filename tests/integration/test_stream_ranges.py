@@ -14,8 +14,8 @@ from sharding.stream.consumer.probe import PROBE_NAME
 from sharding.stream.errors import NotSupported
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.streams import environment_of, publish, stream_in
 from tests.support import patient
+from tests.support.streams import environment_of, publish, stream_in
 
 pytestmark = pytest.mark.cluster
 

@@ -28,9 +28,9 @@ from sharding.stream.protocol.commands import (
     publish_header,
 )
 from sharding.stream.protocol.constants import FIRST, NEXT, Broker, OffsetSpec
-from tests.certificates import Authority
 from tests.cluster.secured import NAME, Secured
 from tests.cluster.waiting import PATIENCE
+from tests.support.certificates import Authority
 
 pytestmark = pytest.mark.cluster
 

@@ -19,10 +19,10 @@ from sharding.errors import Unreachable
 from sharding.stream.connections.connection import ConnectOptions, Login, connect
 from sharding.stream.errors import AuthenticationFailed, PeerNotTrusted, ProtocolError
 from sharding.stream.protocol.constants import FIRST, Broker, Key, OffsetSpec
-from tests.certificates import Authority, server_context
 from tests.cluster.waiting import PATIENCE
-from tests.fake_broker import FakeBroker, Peer
-from tests.stream_frames import LOGIN, PASSWORD, answer, frame, handshake, strings
+from tests.support.certificates import Authority, server_context
+from tests.support.fake_broker import FakeBroker, Peer
+from tests.support.stream_frames import LOGIN, PASSWORD, answer, frame, handshake, strings
 
 pytestmark = pytest.mark.timeout(PATIENCE)  # "in time" fails by this: peers here hang for ever
 

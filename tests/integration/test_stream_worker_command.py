@@ -14,8 +14,8 @@ from sharding.stream import StreamEnvironment
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.integration.test_worker_command import HANDLERS, ended, handled, start
-from tests.streams import environment_of, super_stream_in
 from tests.support import patient
+from tests.support.streams import environment_of, super_stream_in
 
 pytestmark = pytest.mark.cluster
 

@@ -17,8 +17,8 @@ from sharding import Policy, Topology
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
-from tests.sharded import fresh_queue, raw_channel, topology_of
 from tests.support import patient
+from tests.support.sharded import fresh_queue, raw_channel, topology_of
 
 pytestmark = pytest.mark.cluster
 

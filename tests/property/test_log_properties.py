@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sharding import Policy, UnsupportedFormat
 from sharding.maps.map_log import State, Verdict, apply, encode, replay
-from tests.maps import queue_map, stream_map
+from tests.support.maps import queue_map, stream_map
 
 GARBAGE = st.binary(max_size=20) | st.sampled_from(
     [b"{}", b"null", b'{"format":1}', b'{"format":1,"base":0}', b'{"format":1,"base":0,"state":{}}']

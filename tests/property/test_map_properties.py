@@ -8,8 +8,8 @@ import pickle
 from hypothesis import given, settings
 
 from sharding import Policy, ShardMap, difference
-from tests.maps import owner_names
 from tests.property.strategies import policies, shard_maps
+from tests.support.maps import owner_names
 
 
 @given(policies)

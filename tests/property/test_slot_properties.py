@@ -18,8 +18,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sharding import QUEUE_SLOTS, Shard, ShardMap, ShardName, SlotTable
-from tests.maps import IMAGES, nodes, owner_names
 from tests.property.strategies import logical_names, shard_names
+from tests.support.maps import IMAGES, nodes, owner_names
 
 SIGMAS = 5
 few = settings(max_examples=20)  # a table of 40 shards takes some 20 ms

@@ -24,7 +24,7 @@ from sharding.stream.messages.message import (
 )
 from sharding.stream.options import Columns
 from sharding.stream.protocol.constants import Limits
-from tests.chunks import HEADER, TIMESTAMP_MS, SubBatch, chunk, chunk_of
+from tests.support.chunks import HEADER, TIMESTAMP_MS, SubBatch, chunk, chunk_of
 
 ALL = Columns(key=True, properties=True, application_properties=True)
 REQUESTABLE = ("key", "properties", "application_properties")

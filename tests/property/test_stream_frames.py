@@ -13,8 +13,15 @@ from sharding.stream.protocol.constants import MIB, Key, Limits
 from sharding.stream.protocol.events import Event
 from sharding.stream.protocol.frames import FrameReader
 from sharding.stream.protocol.wire import Reader
-from tests.fuzz_streams import GROWTH_MAX, fuzz
-from tests.stream_frames import PUSHED, asked, frame, handshake, new_connection, open_connection
+from tests.support.fuzz_streams import GROWTH_MAX, fuzz
+from tests.support.stream_frames import (
+    PUSHED,
+    asked,
+    frame,
+    handshake,
+    new_connection,
+    open_connection,
+)
 
 frames = st.lists(
     st.tuples(

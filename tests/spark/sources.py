@@ -16,8 +16,8 @@ from sharding.stream.environment import StreamEnvironment
 from sharding.stream.options import ConsumerOptions, StreamArguments
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.sharded import raw_channel
 from tests.spark.stored import reach
+from tests.support.sharded import raw_channel
 
 
 def load(session: SparkSession, cluster: Cluster, **options: str) -> DataFrame:

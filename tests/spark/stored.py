@@ -14,9 +14,9 @@ from sharding.stream.options import Columns
 from sharding.stream.producer.partitioning import by_hash
 from tests.cluster import Cluster
 from tests.cluster.waiting import PATIENCE
-from tests.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of
-from tests.streams import await_replicas
 from tests.support import patient
+from tests.support.sharded import fresh_queue, raw_channel, shards_in_broker, topology_of
+from tests.support.streams import await_replicas
 
 
 @dataclass(frozen=True)

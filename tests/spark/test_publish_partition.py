@@ -13,7 +13,6 @@ from sharding.stream.environment import StreamEnvironment
 from spark import PublishOptions, publish_partition
 from spark.options.values import BadOption
 from tests.cluster import Cluster
-from tests.sharded import drain, raw_channel, shards_in_broker
 from tests.spark.stored import (
     Orders,
     StoredRow,
@@ -24,6 +23,7 @@ from tests.spark.stored import (
     stored_in,
     super_stream,
 )
+from tests.support.sharded import drain, raw_channel, shards_in_broker
 
 pytestmark = pytest.mark.cluster
 

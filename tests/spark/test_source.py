@@ -16,7 +16,6 @@ from pyspark.sql import SparkSession
 from sharding.stream.environment import StreamEnvironment
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.sharded import raw_channel
 from tests.spark.sources import (
     bodies,
     leave_gaps,
@@ -27,6 +26,7 @@ from tests.spark.sources import (
     values,
 )
 from tests.spark.stored import Orders, one_stream, reach, super_stream
+from tests.support.sharded import raw_channel
 
 pytestmark = pytest.mark.cluster
 

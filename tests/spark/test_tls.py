@@ -10,10 +10,10 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from sharding.stream.environment import StreamEnvironment
-from tests.certificates import Authority
 from tests.cluster.secured import NAME, Secured
 from tests.spark.stored import PATIENT, super_stream
 from tests.support import patient
+from tests.support.certificates import Authority
 
 pytestmark = pytest.mark.cluster
 

@@ -14,7 +14,7 @@ from sharding import UnsupportedFormat, __version__
 from sharding.cli import main as command
 from sharding.cli.maps import UnusableFile
 from sharding.cli.options import app
-from tests.maps import queue_map
+from tests.support.maps import queue_map
 
 OLD, NEW = queue_map("ab"), queue_map("abc", epoch=2)
 
