@@ -27,6 +27,10 @@ PREFETCH = 1_000
 # is appended, which tells the two apart.
 EMPTY_AFTER = 0.5
 NOTHING = b"{}"
+# A busy replica can tell of its last chunk later than it hands it out (3.10), so one that seems to
+# be behind what was read is asked again before it is believed.
+LOOKS_AT_THE_END = 6
+LOOK_AGAIN = 0.2
 
 logger = logging.getLogger("warren.topology")
 
@@ -64,11 +68,17 @@ class LogFollower:
     async def catch_up(self, session: Session) -> None:
         """Return when all that was in the log at the time of the call has been read."""
         last = await self._last_offset(session)
-        if last < self._next_offset - 1:
-            if not await self._is_another_log(session):
+        looks = 1
+        while last < self._next_offset - 1:
+            if await self._is_another_log(session):
+                self._begin_anew()
+                await self._read_from(session, 0)
+            elif looks == LOOKS_AT_THE_END:
                 raise Unreachable("this node's replica of the map log is behind")
-            self._begin_anew()
-            await self._read_from(session, 0)
+            else:
+                await asyncio.sleep(LOOK_AGAIN)
+                last = await self._last_offset(session)
+                looks += 1
         while self._next_offset <= last:
             self._moved.clear()
             await self._moved.wait()

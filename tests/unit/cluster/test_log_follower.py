@@ -10,8 +10,9 @@ import pika
 import pytest
 
 from sharding.amqp.session import ACCESS_REFUSED, Message, Refused, Session
-from sharding.cluster import stream_log as log_follower
-from sharding.cluster.stream_log import NOTHING, LogFollower
+from sharding.cluster import stream_log
+from sharding.cluster.stream_log import LOOKS_AT_THE_END, NOTHING, LogFollower
+from sharding.errors import Unreachable
 from tests.cluster.waiting import PATIENCE
 
 RECORD = Message(
@@ -50,9 +51,33 @@ class Broker:
             reader(RECORD)
 
 
+def record(offset: int) -> Message:
+    headers = {"x-stream-offset": offset}
+    properties = pika.BasicProperties(message_id=f"m{offset}", headers=headers)
+    return Message(NOTHING, properties, 1, "", False)
+
+
+class BusyReplica(Broker):
+    """Hands three records out, and calls the second one its last for the first `late` times."""
+
+    def __init__(self, late: int) -> None:
+        super().__init__()
+        self._late = late
+        self.asked_for_the_end = 0
+
+    async def consume(self, _: str, on_message: Callable[[Message], None], **how: Any) -> None:
+        records = [record(offset) for offset in range(3)]
+        if how["arguments"]["x-stream-offset"] == "last":
+            self.asked_for_the_end += 1
+            records = records[1:2] if self.asked_for_the_end <= self._late else records[2:]
+        for each in records:
+            asyncio.get_running_loop().call_soon(on_message, each)
+
+
 @pytest.fixture(autouse=True)
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_follower, "EMPTY_AFTER", 0.001)
+    monkeypatch.setattr(stream_log, "EMPTY_AFTER", 0.001)
+    monkeypatch.setattr(stream_log, "LOOK_AGAIN", 0.001)
 
 
 def test_a_slow_log_is_read_by_who_may_not_write() -> None:
@@ -83,3 +108,28 @@ def test_of_an_empty_log_it_is_known_that_the_user_may_not_write() -> None:
             await waiting
 
     asyncio.run(main())
+
+
+def caught_up_with(late: int) -> int:
+    """How often the end was asked for until the log was read; the first time nothing is read."""
+
+    async def main() -> int:
+        broker, log = BusyReplica(late), LogFollower(lambda *_: None)
+        session = cast(Session, broker)
+        async with asyncio.timeout(PATIENCE):
+            await log.attach(session)
+            await asyncio.sleep(0)  # all three records are read
+            await log.catch_up(session)
+        return broker.asked_for_the_end
+
+    return asyncio.run(main())
+
+
+def test_a_replica_that_tells_of_its_last_record_late_is_asked_again() -> None:
+    assert caught_up_with(late=0) == 1
+    assert caught_up_with(late=2) == 3
+
+
+def test_a_replica_that_stays_behind_what_was_read_is_left() -> None:
+    with pytest.raises(Unreachable, match="is behind"):
+        caught_up_with(late=LOOKS_AT_THE_END)
