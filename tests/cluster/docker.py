@@ -109,6 +109,9 @@ class DockerNode:
             raise RuntimeError(f"rabbitmqctl {arguments[0]}: {output.decode()}")
         return str(output.decode())
 
+    def ask_cluster(self, expression: str) -> str:
+        return self.ctl("eval", f"{expression}.")
+
     def has_booted(self) -> bool:
         container = self._container()
         return container is not None and ends_with_a_boot(container.logs().decode())

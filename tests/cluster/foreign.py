@@ -83,6 +83,9 @@ class ForeignNode:
     def ctl(self, *arguments: str) -> str:
         raise NotOurs(f"rabbitmqctl {' '.join(arguments)} on {self.endpoint.name}: it is not ours")
 
+    def ask_cluster(self, expression: str) -> str:
+        raise NotOurs(f"{expression} on {self.endpoint.name}: it is not ours")
+
     def has_booted(self) -> bool:
         return True
 

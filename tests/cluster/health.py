@@ -40,7 +40,7 @@ _COORDINATOR = """
         [Member || {_, Member} <- Members];
     {error, noproc} -> ['none'];
     _ -> []
-  end} || Node <- [%s]].
+  end} || Node <- [%s]]
 """
 
 
@@ -56,7 +56,7 @@ def prove_health(cluster: Cluster, timeout: float = 60) -> None:
     """Return when streams are proved to work on all nodes of the cluster, or raise `Unhealthy`.
 
     What only takes its time is waited for, up to `timeout`. On a healthy cluster it is done in one
-    to three seconds, most of them the start of one rabbitmqctl.
+    to three seconds.
     """
     for node in cluster.nodes:
         if not node.driver.running():
@@ -99,7 +99,7 @@ def _declare(through: Node, stream: str, replicas: int) -> None:
 def _see_coordinator(cluster: Cluster) -> None:
     names = {node.name for node in cluster.nodes}
     quoted = ",".join(f"'{name}'" for name in sorted(names))
-    said = "".join(cluster.nodes[0].driver.ctl("eval", _COORDINATOR % quoted).split())
+    said = "".join(cluster.nodes[0].driver.ask_cluster(_COORDINATOR % quoted).split())
     seen = {
         node: set(re.findall(r"'?([^',]+)'?", members))
         for node, members in re.findall(r"\{'([^']+)',\[([^]]*)\]\}", said)

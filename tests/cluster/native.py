@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -130,6 +131,23 @@ class NativeNode:
             raise RuntimeError(f"rabbitmqctl {arguments[0]}: {done.stderr or done.stdout}")
         return done.stdout
 
+    def ask_cluster(self, expression: str) -> str:
+        """By a plain Erlang beside the node, which starts in a third of what rabbitmqctl costs."""
+        name = f"asking-{secrets.token_hex(4)}@{self.endpoint.address}"
+        cookie = (self.folder / ".erlang.cookie").read_text()
+        argv = self.installation.erlang(
+            *("erl", "-boot", "no_dot_erlang", "-noinput", "-hidden"),
+            *("-name", name, "-setcookie", cookie, "-start_epmd", "false"),
+            *("-kernel", "inet_dist_use_interface", self._interface),
+            *("-eval", f'io:format("~p~n", [{expression}]), halt().'),
+        )
+        done = subprocess.run(
+            argv, env=self._environment(), capture_output=True, text=True, timeout=120
+        )
+        if done.returncode:
+            raise RuntimeError(f"erl: {done.stderr or done.stdout}")
+        return done.stdout
+
     def has_booted(self) -> bool:
         log = self.folder / "log" / f"{self.endpoint.name}.log"
         return log.exists() and ends_with_a_boot(log.read_text())
@@ -142,9 +160,13 @@ class NativeNode:
         errors = [line for line in lines if "[error]" in line]
         return "\n".join([*errors[:10], "…", *lines[-20:]])
 
+    @property
+    def _interface(self) -> str:
+        """The node's address as Erlang writes it."""
+        return "{" + self.endpoint.address.replace(".", ",") + "}"
+
     def _environment(self) -> dict[str, str]:
-        address, dist = self.endpoint.address, self.endpoint.ports["distribution"]
-        interface = "{" + address.replace(".", ",") + "}"
+        dist = self.endpoint.ports["distribution"]
         return {
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": str(self.folder),
@@ -160,7 +182,7 @@ class NativeNode:
             "RABBITMQ_MNESIA_BASE": str(self.folder / "data"),
             "RABBITMQ_LOG_BASE": str(self.folder / "log"),
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
-                f"-kernel inet_dist_use_interface {interface} {_NO_BUSY_WAIT}"
+                f"-kernel inet_dist_use_interface {self._interface} {_NO_BUSY_WAIT}"
             ),
         }
 

@@ -79,6 +79,9 @@ class Driver(Protocol):
     def ctl(self, *arguments: str) -> str:
         """Run rabbitmqctl against the node."""
 
+    def ask_cluster(self, expression: str) -> str:
+        """What an Erlang expression gives on a member of the node's cluster that may be another."""
+
     def has_booted(self) -> bool:
         """Whether it says that its start is complete: listeners answer some time before."""
 
