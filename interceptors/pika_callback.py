@@ -1,7 +1,7 @@
 """`AsyncShardedChannel`: a drop-in for pika's asynchronous `Channel`, on whatever loop.
 
 Whatever is not in the table of `rules` is the wrapped channel's own. How calls keep their order and
-how they fail is in `pika_async_base`, publishing in `pika_async_publish`; here is the rest.
+how they fail is in `callback_base`, publishing in `callback_publish`; here is the rest.
 """
 
 from __future__ import annotations

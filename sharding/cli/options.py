@@ -1,4 +1,7 @@
-"""The sub-commands of `warren`. Each raises `WarrenError` when it fails; `cli` reports it."""
+"""What the sub-commands of `warren` share: the app they join, options, tables, a connection.
+
+Each command raises `WarrenError` when it fails; `main` reports it.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@
 * The key decides the shard by the map in force at that moment. Within a shard messages are sent in
   order; what waits for a connection is sent after it is back, in order, until its deadline.
 * Nothing is sent twice. What becomes of a message, also when the map changes, is ruled in
-  `confirms`.
+  `ledger`.
 * A message is sent through the exchange of the logical queue's name, under its own key, with its
   shard in `BCC`, so that consumers see what was published. `through="default"` goes straight to the
   shard's queue: cheaper, and consumers see the default exchange and the shard's name.

@@ -4,8 +4,8 @@
 |---|---|---|
 | `uri` | `rabbitmq-stream://localhost:5552` | one or more addresses, with commas between, of one \
 cluster; `rabbitmq-stream+tls://` for TLS; the path is the virtual host; never a user or password |
-| `user`, `userFile` | `WARREN_USER`, else guest | see `credentials` |
-| `password`, `passwordFile`, `passwordEnv` | `WARREN_PASSWORD`, else guest | see `credentials` |
+| `user`, `userFile` | `WARREN_USER`, else guest | see `Credentials` |
+| `password`, `passwordFile`, `passwordEnv` | `WARREN_PASSWORD`, else guest | see `Credentials` |
 | `mechanism` | `plain` | `plain`, `external` (a TLS certificate), `anonymous` |
 | `loadBalancer` | `false` | the first address leads to a load balancer |
 | `tlsCaFile` | the system's | the authorities to trust, a PEM file on each executor |

@@ -5,7 +5,7 @@
 | `stream`, `superStream`, `streams`, `streamPattern` | exactly one | what to read: a name, the \
 name of a super stream, names with commas between, a regular expression for whole names |
 | `managementUrl` | none | `http://host:15672`; needed for `streamPattern`, and only for that |
-| `startingOffsets` | batch `earliest`, streaming `latest` | see `positions`; a running checkpoint \
+| `startingOffsets` | batch `earliest`, streaming `latest` | see `Positions`; a running checkpoint \
 is stronger; streams that are found later are read from their beginning |
 | `endingOffsets` | `latest` | batch only |
 | `maxOffsetsPerTrigger` | none | streaming: the most that one batch may read |

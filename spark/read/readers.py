@@ -115,7 +115,7 @@ _TRY_AGAIN = 1.0
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Plans and reads micro-batches; its rules are those of `offsets`."""
+    """Plans and reads micro-batches; its rules are those of `planning`."""
 
     def __init__(
         self,

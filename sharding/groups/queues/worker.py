@@ -1,7 +1,7 @@
 """A worker of a queue group: which shards it holds, takes and gives up. Runs on an asyncio loop.
 
 It looks at what it knows (the shard map, its connections, what other workers announce), has
-`fair_share` decide, and starts what follows; it looks again when something changed, and otherwise
+`assignment` decide, and starts what follows; it looks again when something changed, and otherwise
 a few times a second. Every step may fail, and is then simply decided again at a later look.
 """
 

@@ -269,7 +269,7 @@ class _Parts:
 # Which partitions a worker of a stream group reads, gets in line for and gives up.
 #
 # The broker's single active consumer is the lock: of all that are in line for a partition, the
-# first one reads it. Only who should have a partition gets in line, as `fair_share` decides from
+# first one reads it. Only who should have a partition gets in line, as `assignment` decides from
 # what the workers announce; so the lock is free, or will be when its holder has given up or died.
 #
 # Why not leave the dealing to the broker, which deals the partitions of a super stream out to all

@@ -151,8 +151,8 @@ _NONE: Integers = np.zeros(0, np.int64)
 # than 2 GiB.
 #
 # Three ways lead there, each many times slower than the one before, and all to the same rows: plain
-# messages of one size per run (`arrow_equal`); messages with a body and maybe a key
-# (`arrow_layouts`); any AMQP 1.0 message, one by one (`message`). What is not asked for is not
+# messages of one size per run (`rows`); messages with a body and maybe a key
+# (`layouts`); any AMQP 1.0 message, one by one (`message`). What is not asked for is not
 # looked into: neither chunks without wanted offsets, nor the inside of sections without wanted
 # columns.
 

@@ -4,7 +4,7 @@
 * keyed: `00 53 72 c1 s 02 a3 0d "x-routing-key" a1 k`, the key, then a plain message.
 
 `a0 n` may be `b0` with a length of four bytes. What has other sections than those, which nobody
-asked for, goes through `arrow_sections`. Every length is checked, so that what is found is what
+asked for, goes section by section. Every length is checked, so that what is found is what
 the general reader would find; all other messages are left to it.
 """
 

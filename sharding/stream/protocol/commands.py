@@ -1,7 +1,7 @@
 """What producers, consumers and the route cache ask of a broker: each a value that encodes itself.
 
 `client.call(request)` returns the answer of the request's own kind. Streams are made and deleted
-with `admin_requests`, connections opened with `handshake`. Frames that get no answer are functions
+further below, connections opened with `handshake`. Frames that get no answer are functions
 that return the whole frame.
 """
 

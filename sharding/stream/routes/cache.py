@@ -1,4 +1,4 @@
-"""The route cache of a process: one thread that asks the cluster what `route_state` decides to ask.
+"""The route cache of a process: one thread that asks the cluster what `rules` decides to ask.
 
 Callers never ask the cluster themselves: they say what they want, and wait for the thread's answer
 until their own time is up. So however many there are, one query is under way.

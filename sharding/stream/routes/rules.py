@@ -21,7 +21,7 @@ A stream with a leader is armed for a push: one at a time, at a bounded rate, ea
 once in `rearm_interval`. A push uses the arming up. Above `pressure_limit` a push is dropped, and
 the stream is armed again after the next poll.
 
-Not safe for threads: `route_cache` has the lock. Every time is passed in.
+Not safe for threads: `cache` has the lock. Every time is passed in.
 """
 
 from __future__ import annotations
