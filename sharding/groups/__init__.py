@@ -1,16 +1,30 @@
-"""Consumer groups: any number of workers share all shards of a logical queue or a super stream."""
+"""Consumer groups: any number of workers share all shards of a logical queue or a super stream.
+
+`handling` runs handlers, `sharing` decides who holds what, `queues` and `streams` read. It may
+import `publishing`, `stream`, `cluster`, `amqp`, `maps`, `metrics.sources` and `errors`.
+"""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sharding.groups.handling.delivery import BatchFailed, Delivery, GroupFailed
 from sharding.groups.options import GroupOptions, Retry
-from sharding.groups.queues.group import ConsumerGroup
+from sharding.groups.queues.group import AioConsumerGroup, ConsumerGroup
 
 if TYPE_CHECKING:
-    from sharding.groups.queues.aio_group import AioConsumerGroup
     from sharding.groups.streams.group import StreamConsumerGroup
     from sharding.groups.streams.options import StreamGroupOptions
+else:  # the stream client is loaded by who reads streams; type checkers see the names above
+    _LOADED_LATE = {
+        "StreamConsumerGroup": "sharding.groups.streams.group",
+        "StreamGroupOptions": "sharding.groups.streams.options",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name in _LOADED_LATE:
+            return getattr(import_module(_LOADED_LATE[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AioConsumerGroup",
@@ -23,16 +37,3 @@ __all__ = [
     "StreamConsumerGroup",
     "StreamGroupOptions",
 ]
-
-# What needs an extra (aio-pika, say) or much else is loaded when it is asked for.
-_LOADED_LATE = {
-    "AioConsumerGroup": "sharding.groups.queues.aio_group",
-    "StreamConsumerGroup": "sharding.groups.streams.group",
-    "StreamGroupOptions": "sharding.groups.streams.options",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LOADED_LATE:
-        return getattr(import_module(_LOADED_LATE[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

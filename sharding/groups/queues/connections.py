@@ -1,7 +1,10 @@
-"""What a group needs of an AMQP client, and the same from pika.
+"""The connections of a worker: one to each node that has shards, one for all else. Thin I/O.
 
-The group's own code runs on an asyncio loop and asks for no more than this, so that it is the same
-over pika (in a thread of its own) and over aio-pika (on the application's loop).
+A shard is read over a connection to its own node: through another one, a question about a queue
+whose node is down hangs for 64 s. Those connections never publish, because a broker short of
+memory stops reading from connections that do, and would then not see acknowledgements either.
+
+They run on whatever loop is current: a thread's own, or the application's.
 """
 
 from __future__ import annotations
@@ -10,89 +13,14 @@ import asyncio
 import copy
 import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence, Set
 
 import pika
 import pika.channel
 
-from sharding.amqp.session import Declared, Message, Session
+from sharding.amqp.session import Channel, Session
 from sharding.errors import RemoteError, Unreachable, WarrenError
 from sharding.groups.options import GroupOptions
-
-
-class GroupChannel(Protocol):
-    """See `amqp_channel.Channel`. A question that is refused raises `Refused`."""
-
-    @property
-    def closed(self) -> asyncio.Future[str]: ...
-
-    def close(self) -> None: ...
-
-    async def wait_closed(self) -> None: ...
-
-    async def declare(
-        self,
-        queue: str,
-        *,
-        passive: bool = False,
-        durable: bool = False,
-        exclusive: bool = False,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> Declared: ...
-
-    async def declare_exchange(
-        self,
-        exchange: str,
-        kind: str = "direct",
-        *,
-        passive: bool = False,
-        durable: bool = True,
-        auto_delete: bool = False,
-    ) -> None: ...
-
-    async def bind(self, queue: str, exchange: str, routing_key: str) -> None: ...
-
-    async def qos(self, prefetch: int) -> None: ...
-
-    async def consume(
-        self,
-        queue: str,
-        on_message: Callable[[Message], None],
-        *,
-        no_ack: bool = False,
-        exclusive: bool = False,
-    ) -> None: ...
-
-    def ack(self, delivery_tag: int, multiple: bool = False) -> None: ...
-
-    async def confirm_publishes(self) -> None: ...
-
-    async def publish_mandatory(
-        self, routing_key: str, body: bytes, properties: pika.BasicProperties
-    ) -> bool: ...
-
-    def send(
-        self, exchange: str, routing_key: str, body: bytes, properties: pika.BasicProperties
-    ) -> None: ...
-
-
-class GroupSession(Protocol):
-    """One open connection; see `amqp.Session`."""
-
-    @property
-    def lost(self) -> asyncio.Future[str]: ...
-
-    @property
-    def is_open(self) -> bool: ...
-
-    async def channel(self) -> GroupChannel: ...
-
-    async def close(self, timeout: float = 2) -> None: ...
-
-
-Opener = Callable[[pika.ConnectionParameters, float], Awaitable[GroupSession]]
-"""Connects within so many seconds, or raises `Unreachable`."""
 
 
 class _QuietRefusals(logging.Filter):
@@ -115,10 +43,6 @@ WORKER_NAME = "warren worker"
 logging.getLogger("pika.channel").addFilter(_QuietRefusals())
 
 
-async def open_with_pika(parameters: pika.ConnectionParameters, timeout: float) -> GroupSession:
-    return await Session.open(parameters, timeout)
-
-
 def for_a_worker(
     parameters: pika.ConnectionParameters, name: str, heartbeat: int
 ) -> pika.ConnectionParameters:
@@ -136,31 +60,21 @@ FIRST_PAUSE = 0.1
 Addresses = Callable[[str], Sequence[pika.ConnectionParameters]]
 
 
-# The connections of a worker: one to each node that has shards, one for all else. Thin I/O.
-#
-# A shard is read over a connection to its own node: through another one, a question about a queue
-# whose node is down hangs for 64 s. Those connections never publish, because a broker short of
-# memory stops reading from connections that do, and would then not see acknowledgements either.
-
-
 class Dialer:
     """Opens connections to nodes by name."""
 
-    def __init__(
-        self, opener: Opener, addresses: Addresses, name: str, options: GroupOptions
-    ) -> None:
-        self._opener = opener
+    def __init__(self, addresses: Addresses, name: str, options: GroupOptions) -> None:
         self._addresses = addresses
         self._name = name
         self._options = options
         self._known: dict[str, Sequence[pika.ConnectionParameters]] = {}
 
-    async def open(self, node: str) -> GroupSession:
+    async def open(self, node: str) -> Session:
         problem = f"no address of {node} is known"
         for parameters in self._parameters(node):
             own = for_a_worker(parameters, self._name, self._options.heartbeat)
             try:
-                return await self._opener(own, self._options.connect_timeout)
+                return await Session.open(own, self._options.connect_timeout)
             except Unreachable as error:
                 problem = str(error)
         raise Unreachable(f"{node}: {problem}")
@@ -190,7 +104,7 @@ class NodeConnection:
         on_proof: Callable[[str, float], None],
     ) -> None:
         self.node = node
-        self.session: GroupSession | None = None
+        self.session: Session | None = None
         self.trouble = "not connected yet"
         self._dialer = dialer
         self._options = options
@@ -219,7 +133,7 @@ class NodeConnection:
                 await session.close()
             await asyncio.sleep(FIRST_PAUSE)
 
-    async def _serve(self, session: GroupSession) -> None:
+    async def _serve(self, session: Session) -> None:
         async with asyncio.timeout(self._options.answer_timeout):
             control = await session.channel()
         while not session.lost.done():
@@ -272,7 +186,7 @@ class NodeConnections:
         for node in self._nodes.keys() - wanted:
             self._nodes.pop(node)[1].cancel()
 
-    def session(self, node: str) -> GroupSession | None:
+    def session(self, node: str) -> Session | None:
         """The connection to a node, None while it does not answer."""
         return self._nodes[node][0].session if node in self._nodes else None
 
@@ -299,13 +213,13 @@ class SideConnection:
     def __init__(self, dialer: Dialer, nodes: Callable[[], Sequence[str]]) -> None:
         self._dialer = dialer
         self._nodes = nodes
-        self._session: GroupSession | None = None
+        self._session: Session | None = None
         self._opening = asyncio.Lock()
 
-    async def channel(self) -> GroupChannel:
+    async def channel(self) -> Channel:
         return await (await self.session()).channel()
 
-    async def session(self) -> GroupSession:
+    async def session(self) -> Session:
         """The open connection; raises `Unreachable` if no node answers."""
         async with self._opening:
             if self._session is None or not self._session.is_open:
@@ -321,7 +235,7 @@ class SideConnection:
 
     close = drop
 
-    async def _open(self) -> GroupSession:
+    async def _open(self) -> Session:
         nodes = list(self._nodes())
         problem = "no node is known"
         for node in _random.sample(nodes, len(nodes)):

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 import pika
 
-from sharding.amqp.session import ACCESS_REFUSED, Message, Refused
+from sharding.amqp.session import ACCESS_REFUSED, Channel, Message, Refused, Session
 from sharding.errors import RemoteError, WarrenError
 from sharding.groups.handling.delivery import NO_HEADERS, Dead, Delivery, Done, OnDone, Outcome
 from sharding.groups.handling.scheduler import OnReleased
 from sharding.groups.options import GroupOptions
-from sharding.groups.queues.connections import GroupChannel, GroupSession, SideConnection
+from sharding.groups.queues.connections import SideConnection
 
 logger = logging.getLogger("warren.groups")
 
@@ -60,7 +60,7 @@ class ShardReader:
         self,
         shard: str,
         node: str,
-        channel: GroupChannel,
+        channel: Channel,
         runner: Runner,
         dead_letters: DeadLetters | None,
         counters: Counter[str],
@@ -80,7 +80,7 @@ class ShardReader:
         self._storing: set[asyncio.Task[None]] = set()
 
     async def start(
-        self, session: GroupSession, options: GroupOptions, *, prove: bool, until: float
+        self, session: Session, options: GroupOptions, *, prove: bool, until: float
     ) -> None:
         """Take the lock and begin to read; `Refused` (403) if another holds it.
 
@@ -122,7 +122,7 @@ class ShardReader:
         self._runner.release(self.shard, lambda: None)
         self._runner.set_lease(self.shard, None)
 
-    async def _prove_lock(self, session: GroupSession) -> None:
+    async def _prove_lock(self, session: Session) -> None:
         second = await session.channel()
         try:
             await second.qos(1)
@@ -309,7 +309,7 @@ class DeadLetters:
         self._side = side
         self._timeout = timeout
         self._wall_clock = wall_clock
-        self._channel: GroupChannel | None = None
+        self._channel: Channel | None = None
         self._turn = asyncio.Lock()
 
     async def store(self, delivery: Delivery, dead: Dead) -> None:
@@ -336,7 +336,7 @@ class DeadLetters:
         if not stored:
             raise RemoteError(f"the broker did not take a dead letter into {self.queue!r}")
 
-    async def _open_channel(self) -> GroupChannel:
+    async def _open_channel(self) -> Channel:
         if self._channel is None or self._channel.closed.done():
             self._channel = await self._side.channel()
             await self._channel.confirm_publishes()

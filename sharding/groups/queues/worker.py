@@ -16,11 +16,11 @@ from typing import Any
 
 import pika
 
-from sharding.amqp.session import ACCESS_REFUSED, Refused
+from sharding.amqp.session import ACCESS_REFUSED, Channel, Refused
 from sharding.errors import WarrenError
 from sharding.groups.handling.delivery import GroupFailed
 from sharding.groups.options import GroupOptions
-from sharding.groups.queues.connections import Dialer, GroupChannel, NodeConnections, SideConnection
+from sharding.groups.queues.connections import Dialer, NodeConnections, SideConnection
 from sharding.groups.queues.shard_reader import (
     DeadLetters,
     NotLockable,
@@ -317,7 +317,7 @@ class Membership:
         self._held = held
         self._on_heard = on_heard
         self._on_no_right = on_no_right
-        self._channel: GroupChannel | None = None
+        self._channel: Channel | None = None
         self._roster = Roster(me, options.settle_time, options.member_timeout)
         self._joined_at: float | None = None
         self._trouble = ""
@@ -381,5 +381,5 @@ class Membership:
         self._on_heard()
 
 
-def channel_lost(channel: GroupChannel) -> WarrenError:
+def channel_lost(channel: Channel) -> WarrenError:
     return WarrenError(channel.closed.result())

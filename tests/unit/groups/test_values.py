@@ -15,7 +15,6 @@ import pytest
 from sharding.errors import InvalidInput, WarrenError
 from sharding.groups import BatchFailed, Delivery, GroupOptions, Retry, StreamConsumerGroup
 from sharding.groups.handling.delivery import Dead, Why, first_line
-from sharding.groups.queues.aio_transport import to_pamqp, to_pika
 from sharding.groups.queues.shard_reader import dead_letter_properties
 from sharding.groups.running import SIGNALS, StopRequest, stopping_on_signals
 from sharding.groups.sharing.roster import Announcement, Kind, Roster
@@ -178,26 +177,6 @@ def test_a_dead_letter_keeps_what_it_had_and_moves_what_would_make_the_broker_ac
     # What the handler was given is not touched.
     assert properties.headers == {"h": 1, "CC": ["x"], "BCC": ["y"]}
     assert (properties.user_id, properties.expiration) == ("u", "5")
-
-
-def test_properties_come_through_aio_pika_as_they_are() -> None:
-    given = pika.BasicProperties(
-        content_type="text/plain",
-        content_encoding="gzip",
-        headers={"h": [1, "x"], "t": {"u": True}},
-        delivery_mode=2,
-        priority=3,
-        correlation_id="c",
-        reply_to="r",
-        expiration="5",
-        message_id="m",
-        timestamp=1_700_000_000,
-        type="picture",
-        user_id="u",
-        app_id="a",
-    )
-    assert to_pika(to_pamqp(given)) == given
-    assert to_pika(to_pamqp(pika.BasicProperties())) == pika.BasicProperties()
 
 
 def test_a_stop_is_heard_by_everybody_who_waits() -> None:
