@@ -29,6 +29,7 @@ from aio_pika.abc import AbstractRobustChannel
 from aio_pika.exceptions import AMQPError
 from aio_pika.tools import CallbackCollection
 
+from sharding.backoff import Backoff
 from sharding.cluster.topology import Topology
 from sharding.errors import WarrenError
 from sharding.maps.consumer_spread import better_shard
@@ -36,6 +37,7 @@ from sharding.maps.consumer_spread import better_shard
 logger = logging.getLogger("warren.channel")
 
 _MOST_LOOKS = 20
+_BACKOFF = Backoff(first=0.4, longest=5.0)
 _LOOK_AGAIN = 5.0
 # RuntimeError: aiormq's ChannelInvalidStateError is one. OSError: also TimeoutError.
 _FAILURES = (AMQPError, OSError, RuntimeError, WarrenError)
@@ -200,7 +202,7 @@ class Consumers:
                 failures = 0
             else:
                 failures += 1
-                await asyncio.sleep(self._random.uniform(0.1, min(0.2 * 2**failures, 5.0)))
+                await asyncio.sleep(_BACKOFF.pause(failures, self._random.random()))
                 self._wake.set()
         self.end()
 

@@ -19,6 +19,7 @@ import pika
 
 from sharding.amqp.addresses import connection_parameters, same_but_at
 from sharding.amqp.session import Declared, Refused, Session
+from sharding.backoff import Backoff
 from sharding.cluster.management import ClusterView
 from sharding.cluster.stream_log import Listener, LogFollower
 from sharding.errors import RemoteError, Unreachable, WarrenError
@@ -27,6 +28,7 @@ from sharding.maps.planning import Member
 from sharding.maps.shard_map import Address, Node, Shard, ShardMap
 
 logger = logging.getLogger("warren.topology")
+_BACKOFF = Backoff(first=0.4, longest=5.0)
 _random = random.Random()  # its own, so that nobody else's sequence of numbers changes
 
 _NOT_TRIED = "not connected yet"
@@ -131,7 +133,7 @@ class ControlPlane:
                 break
             self.denied = denials == len(addresses)
             attempt += 1
-            await asyncio.sleep(_random.uniform(0.1, min(0.25 * 2**attempt, 5.0)))
+            await asyncio.sleep(_BACKOFF.pause(attempt, _random.random()))
 
     async def _attach(self, parameters: pika.ConnectionParameters) -> Session:
         session = await Session.open(parameters, self.options.connect_timeout)

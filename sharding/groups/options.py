@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from sharding.backoff import Backoff
 from sharding.errors import InvalidInput
 from sharding.maps.naming import check_name
 
@@ -38,9 +39,8 @@ class Retry:
 
     def delay(self, tries: int, chance: float) -> float:
         """The pause after `tries` failures; `chance` is a random number from 0 to 1."""
-        # A power of more than 64 would overflow long after it has reached any bound.
-        grown = self.first_delay * self.factor ** min(tries - 1, 64)
-        return min(grown, self.max_delay) * (1 + self.jitter * (2 * chance - 1))
+        backoff = Backoff(self.first_delay, self.max_delay, self.factor, spread=0)
+        return backoff.pause(tries, chance=1) * (1 + self.jitter * (2 * chance - 1))
 
 
 @dataclass(frozen=True, slots=True)

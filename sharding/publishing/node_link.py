@@ -27,13 +27,13 @@ from pika.channel import Channel
 from pika.exceptions import AMQPError
 from pika.spec import Basic
 
+from sharding.backoff import Backoff
 from sharding.errors import shown
 
 log = logging.getLogger("warren.publisher")
 
 _random = random.Random()  # its own, so that nobody else's sequence of numbers changes
-FIRST_PAUSE = 0.1
-LONGEST_PAUSE = 2.0
+_BACKOFF = Backoff(first=0.1, longest=2.0)
 PREPARE_TIMEOUT = 10.0
 """For the channel, after the connection is open. The handshake has pika's own `stack_timeout`."""
 WRITE_SIZE = 64 * 1024
@@ -267,8 +267,8 @@ class NodeLink:
             return
         self._forget(State.PAUSING)
         self.trouble = reason
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**self._failures) * _random.uniform(0.5, 1.0)
-        self._failures = min(self._failures + 1, 10)
+        self._failures += 1
+        pause = _BACKOFF.pause(self._failures, _random.random())
         self._timer = self._loop.call_later(pause, self._on_pause_over)
         log.warning("%s; next attempt in %.1f s", reason, pause)
         self._owner.on_lost(self, reason, permanent)

@@ -14,7 +14,10 @@ MODULES = [
     "sharding",
     *(module.name for module in pkgutil.walk_packages(sharding.__path__, "sharding.")),
 ]
-WITH_EXAMPLES = {f"sharding.maps.{name}" for name in ("naming", "policy", "shard_map", "slots")}
+WITH_EXAMPLES = {
+    "sharding.backoff",
+    *(f"sharding.maps.{name}" for name in ("naming", "policy", "shard_map", "slots")),
+}
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -19,6 +19,7 @@ import pika
 import pika.channel
 
 from sharding.amqp.session import Channel, Session
+from sharding.backoff import Backoff
 from sharding.errors import RemoteError, Unreachable, WarrenError
 from sharding.groups.options import GroupOptions
 
@@ -113,16 +114,17 @@ class NodeConnection:
         self._on_proof = on_proof
 
     async def run(self) -> None:
-        pause = FIRST_PAUSE
+        backoff = Backoff(FIRST_PAUSE, self._options.take_interval)
+        failures = 0
         while True:
             try:
                 session = await self._dialer.open(self.node)
             except Exception as error:  # nothing may end this task: nobody would notice
                 self._note(error)
-                await asyncio.sleep(pause * _random.uniform(0.8, 1.2))
-                pause = min(pause * 2, self._options.take_interval)
+                failures += 1
+                await asyncio.sleep(backoff.pause(failures, _random.random()))
                 continue
-            pause = FIRST_PAUSE
+            failures = 0
             try:
                 await self._serve(session)
             except Exception as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import pika
 
 from sharding.amqp.session import ACCESS_REFUSED, Channel, Message, Refused, Session
+from sharding.backoff import Backoff
 from sharding.errors import RemoteError, WarrenError
 from sharding.groups.handling.delivery import NO_HEADERS, Dead, Delivery, Done, OnDone, Outcome
 from sharding.groups.handling.scheduler import OnReleased
@@ -28,7 +30,8 @@ from sharding.groups.queues.connections import SideConnection
 
 logger = logging.getLogger("warren.groups")
 
-LONGEST_PAUSE = 5.0
+_random = random.Random()  # its own, so that nobody else's sequence of numbers changes
+_BACKOFF = Backoff(first=0.1, longest=5.0)
 """Between two attempts to store a dead letter."""
 
 
@@ -205,7 +208,7 @@ class ShardReader:
 
     async def _stored(self, delivery: Delivery, dead: Dead) -> bool:
         assert self._dead_letters is not None  # nothing is dead where they have no place
-        pause = 0.1
+        failures = 0
         while not self.channel.closed.done():
             try:
                 await self._dead_letters.store(delivery, dead)
@@ -218,8 +221,9 @@ class ShardReader:
             self._counters["dead_letter_failures"] += 1
             if self._leaving:
                 break
+            failures += 1
+            pause = _BACKOFF.pause(failures, _random.random())
             await asyncio.wait([self.channel.closed], timeout=pause)
-            pause = min(pause * 2, LONGEST_PAUSE)
         return False
 
     def _from_any_thread(self, future: asyncio.Future[None]) -> None:

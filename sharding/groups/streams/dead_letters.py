@@ -9,12 +9,14 @@ its application properties too, and beside them why, where and when.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from sharding.backoff import Backoff
 from sharding.errors import WarrenError
 from sharding.groups.handling.delivery import Dead, Delivery
 from sharding.groups.streams.progress import Counts
@@ -26,7 +28,8 @@ from sharding.stream.producer.producer import Producer
 logger = logging.getLogger("warren.groups")
 
 _FLUSH_TIMEOUT = 10.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
+_random = random.Random()  # its own, so that nobody else's sequence of numbers changes
+_BACKOFF = Backoff(first=0.2, longest=10.0)
 
 
 class _Letter(NamedTuple):
@@ -81,14 +84,15 @@ class DeadLetters:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        pause = _FIRST_PAUSE
+        failures = 0
         while letters := self._next():
             rest = self._store(letters)
             with self._changed:
                 self._waiting[:0] = rest
+                failures = failures + 1 if rest else 0
                 if rest:
+                    pause = _BACKOFF.pause(failures, _random.random())
                     self._changed.wait_for(lambda: self._closed, pause)
-            pause = min(2 * pause, _LONGEST_PAUSE) if rest else _FIRST_PAUSE
         for letter in self._waiting:
             letter.dead.stored()
         self._let_go()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sharding.backoff import Backoff
 from sharding.errors import Unreachable, WarrenError, is_retryable
 from sharding.stream.connections.background import in_background
 from sharding.stream.connections.open_connections import OpenConnections, Role
@@ -198,8 +199,7 @@ class NodeSearches:
 
 
 PATIENCE = 2
-FIRST_PAUSE = 0.05
-LONGEST_PAUSE = 0.5
+_BACKOFF = Backoff(first=0.05, longest=0.5)
 
 
 # How long to try for a node behind a load balancer, and from when on another one will do.
@@ -245,9 +245,7 @@ class Tries:
         over = self.count - self._nodes - 1
         if over < 0 and not self.failures:
             return 0.0
-        longest = min(FIRST_PAUSE * 2.0 ** min(max(over, 0), 20), LONGEST_PAUSE)
-        # Many clients that lost the same node should not come back in step.
-        return longest * rng.uniform(0.5, 1)
+        return _BACKOFF.pause(max(over, 0) + 1, rng.random())
 
     @property
     def _nodes(self) -> int:

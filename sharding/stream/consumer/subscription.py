@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from sharding.backoff import Backoff
 from sharding.errors import LocalError, OutcomeUnknown, Unreachable, WarrenError, is_retryable
 from sharding.stream.connections.access import Access
 from sharding.stream.connections.attachments import ActivityAnswer
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warren.stream.consumer")
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds, between attempts
+_BACKOFF = Backoff(first=0.1, longest=5.0)
 _ATTEMPT_TIMEOUT = 15.0
 _LEAVE_TIMEOUT = 1.0
 _ROUTE_PATIENCE = 1.5
@@ -276,9 +277,8 @@ class Subscription:
             self._fail(Unreachable(f"the environment that read {self.stream!r} was closed"))
 
     def _next_pause(self) -> float:
-        longest = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**self._attempts)
-        self._attempts = min(self._attempts + 1, 10)
-        return longest * self._access.rng.uniform(0.5, 1)
+        self._attempts += 1
+        return _BACKOFF.pause(self._attempts, self._access.rng.random())
 
     def _fail(self, error: Exception) -> None:
         if not self._closed:

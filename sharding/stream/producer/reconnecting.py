@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from sharding.backoff import Backoff
 from sharding.errors import InvalidInput, LocalError, TryLater
 from sharding.stream.connections.background import Recovery
 from sharding.stream.errors import StreamNotFound
@@ -96,7 +97,7 @@ class Reconnecting:
             publishing.end(_END_TIMEOUT)
 
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
+_BACKOFF = Backoff(first=0.1, longest=2.0)
 NOT_FOUND_TRIES = 3
 """So often in a row must a stream be missing: a node that has just started may not know it yet."""
 
@@ -121,7 +122,5 @@ class Outage:
         hopeless = isinstance(error, LocalError | InvalidInput) and not isinstance(error, TryLater)
         if hopeless or self.not_found >= NOT_FOUND_TRIES or now >= self.deadline:
             return None
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * (1 << min(self.tries, 10)))
         self.tries += 1
-        # Partitions that were lost together should not come back together.
-        return min(pause * rng.uniform(0.5, 1), max(0.0, self.deadline - now))
+        return min(_BACKOFF.pause(self.tries, rng.random()), max(0.0, self.deadline - now))

@@ -33,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from sharding.backoff import Backoff
 from sharding.stream.options import RouteOptions
 from sharding.stream.routes.values import (
     Change,
@@ -90,10 +91,9 @@ class Pause:
         self.until = -inf
 
     def failed(self, now: float) -> None:
-        # The exponent has a bound of its own: after a long outage the power would be no float.
-        delay = self._options.retry_delay * 2 ** min(self._failures, 20)
-        self.until = now + min(delay, self._options.retry_delay_max)
         self._failures += 1
+        backoff = Backoff(self._options.retry_delay, self._options.retry_delay_max, spread=0)
+        self.until = now + backoff.pause(self._failures, chance=1)
 
     def succeeded(self) -> None:
         self._failures = 0
