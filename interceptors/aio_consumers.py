@@ -32,11 +32,10 @@ from aio_pika.tools import CallbackCollection
 from sharding.backoff import Backoff
 from sharding.cluster.topology import Topology
 from sharding.errors import WarrenError
-from sharding.maps.consumer_spread import better_shard
+from sharding.maps.consumer_spread import Looks, better_shard
 
 logger = logging.getLogger("warren.channel")
 
-_MOST_LOOKS = 20
 _BACKOFF = Backoff(first=0.4, longest=5.0)
 _LOOK_AGAIN = 5.0
 # RuntimeError: aiormq's ChannelInvalidStateError is one. OSError: also TimeoutError.
@@ -153,8 +152,9 @@ class Consumers:
     # Moving
 
     async def _settle(self, consumer: Consumer, shards: list[str]) -> None:
-        for _ in range(_MOST_LOOKS):
-            await asyncio.sleep(self._random.uniform(0.1, 0.5))
+        looks = Looks()
+        while (pause := looks.pause(self._random.random())) is not None and not consumer.ended:
+            await asyncio.sleep(pause)
             try:
                 counts = await asyncio.to_thread(self._topology.consumer_counts, shards)
                 target = better_shard(consumer.shard, counts, self._random.random)
@@ -163,9 +163,7 @@ class Consumers:
             except _FAILURES as error:
                 logger.debug("a consumer stays on %r: %s", consumer.shard, error)
                 return
-            answering = [count for count in counts.values() if count is not None]
-            if consumer.ended or not answering or max(answering) - min(answering) < 2:
-                return
+            looks.seen(counts)
 
     async def _move(self, consumer: Consumer, target: str) -> None:
         async with consumer.moving:

@@ -7,16 +7,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sharding.errors import WarrenError
-from sharding.maps.consumer_spread import better_shard, is_even
+from sharding.maps.consumer_spread import Looks, better_shard
 from sharding.maps.map_log import State
 
 if TYPE_CHECKING:
     from interceptors.pika_blocking import ShardedChannel
 
 logger = logging.getLogger("warren.channel")
-
-_MOST_LOOKS = 20
-_CALM_LOOKS = 3
 
 
 class Settling:
@@ -37,14 +34,13 @@ class Settling:
         self._shards = shards
         self._consume = consume
         self._deliver = deliver
-        self._left = _MOST_LOOKS
-        self._calm = 0
+        self._looks = Looks()
 
     def look_later(self) -> None:
         connection = self._owner._channel.connection
-        if self._left and connection.is_open:
-            self._left -= 1
-            connection.call_later(self._owner._random.uniform(0.1, 0.5), self._count)
+        pause = self._looks.pause(self._owner._random.random())
+        if pause is not None and connection.is_open:
+            connection.call_later(pause, self._count)
 
     def _count(self) -> None:
         connection = self._owner._channel.connection
@@ -70,10 +66,8 @@ class Settling:
                 # The broker takes these for acknowledged, whatever becomes of the consumer.
                 for method, properties, body in undelivered:
                     self._deliver(channel, method, properties, body)
-        # One even count may be of a moment in which others are on the move.
-        self._calm = self._calm + 1 if is_even(counts) else 0
-        if self._calm < _CALM_LOOKS:
-            self.look_later()
+        self._looks.seen(counts)
+        self.look_later()
 
 
 _LOOK_AGAIN = 1.0

@@ -21,7 +21,7 @@ from pika.spec import Basic
 from sharding.amqp.connected_node import REPLY_TO
 from sharding.cluster.topology import Topology
 from sharding.errors import Unreachable
-from sharding.maps.consumer_spread import better_shard
+from sharding.maps.consumer_spread import Looks, better_shard
 
 logger = logging.getLogger("warren.channel")
 
@@ -30,9 +30,6 @@ Step = Callable[[Done], None]
 """A call whose turn has come; it says when the next one may have its own."""
 
 _MOST_WAITING = 100_000
-_MOST_LOOKS = 20
-# A count taken while somebody moves may look even and not be.
-_CALM_LOOKS = 3
 
 
 ANSWER_TIMEOUT = 30.0
@@ -200,16 +197,14 @@ class Settling:
         self._consume = consume
         self._shards = shards
         self._random = random.Random()
-        self._left = _MOST_LOOKS
-        self._calm = 0
+        self._looks = Looks()
         # The same tag may be used again for another consumer; the callback tells them apart.
         self._callback = channel._consumers.get(consume.consumer_tag)
 
     def look_later(self) -> None:
-        if self._left and self._alive():
-            self._left -= 1
-            wait = self._random.uniform(0.1, 0.5)
-            self._channel.connection._adapter_call_later(wait, self._count)
+        pause = self._looks.pause(self._random.random())
+        if pause is not None and self._alive():
+            self._channel.connection._adapter_call_later(pause, self._count)
 
     def _alive(self) -> bool:
         tag = self._consume.consumer_tag
@@ -231,15 +226,12 @@ class Settling:
     def _decide(self, counts: dict[str, int | None]) -> None:
         if not self._alive():
             return
+        self._looks.seen(counts)
         target = better_shard(str(self._consume.queue), counts, self._random.random)
-        if target is not None:
-            self._order.run(lambda done: self._move(target, done))
-            return
-        answering = [count for count in counts.values() if count is not None]
-        even = bool(answering) and max(answering) - min(answering) < 2
-        self._calm = self._calm + 1 if even else 0
-        if self._calm < _CALM_LOOKS:
+        if target is None:
             self.look_later()
+        else:
+            self._order.run(lambda done: self._move(target, done))
 
     def _move(self, target: str, done: Done) -> None:
         """Every call on the channel waits meanwhile: a cancel must find the consumer."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+_MOST_LOOKS = 20
+_CALM_LOOKS = 3
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 0.5
+
 
 def least_consumers(counts: Mapping[str, int | None], on_their_way: Counter[str]) -> str | None:
     """The shard with the fewest consumers, the first one of equals; None if none answers."""
@@ -33,6 +37,28 @@ def better_shard(
 
 
 def is_even(counts: Mapping[str, int | None]) -> bool:
-    """Whether no shard that answers has two consumers more than another."""
+    """Whether no shard that answers has two consumers more than another; not if none answers."""
     answering = [count for count in counts.values() if count is not None]
-    return not answering or max(answering) - min(answering) < 2
+    return bool(answering) and max(answering) - min(answering) < 2
+
+
+class Looks:
+    """How long a new consumer is looked after, to move it if a herd came with it.
+
+    Until counts were even three times in a row, as one even count may be of a moment in which
+    others are on the move; and twenty times at most.
+    """
+
+    def __init__(self) -> None:
+        self._left = _MOST_LOOKS
+        self._calm = 0
+
+    def pause(self, chance: float) -> float | None:
+        """Seconds until the next look, which is then taken; None when enough was seen."""
+        if not self._left or self._calm == _CALM_LOOKS:
+            return None
+        self._left -= 1
+        return _SHORTEST_PAUSE + (_LONGEST_PAUSE - _SHORTEST_PAUSE) * chance
+
+    def seen(self, counts: Mapping[str, int | None]) -> None:
+        self._calm = self._calm + 1 if is_even(counts) else 0

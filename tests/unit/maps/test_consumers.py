@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from sharding.cluster.topology import Claims
-from sharding.maps.consumer_spread import better_shard, is_even, least_consumers
+from sharding.maps.consumer_spread import Looks, better_shard, is_even, least_consumers
 
 
 def test_fewest_consumers_win_and_of_equals_the_first() -> None:
@@ -50,3 +50,21 @@ def test_herd_ends_evenly_although_each_decides_alone(clients: int) -> None:
         # All of them look at the same count: the worst case.
         places = [better_shard(place, counts, chance.random) or place for place in places]
     assert is_even({shard: places.count(shard) for shard in shards})
+
+
+def test_a_new_consumer_is_looked_after_until_counts_stay_even() -> None:
+    even, uneven = {"a": 1, "b": 1}, {"a": 3, "b": 1}
+    looks = Looks()
+    for counts in (uneven, even, even, uneven, even, even, even):
+        assert looks.pause(chance=0.5) is not None
+        looks.seen(counts)
+    assert looks.pause(chance=0.5) is None
+
+
+def test_a_consumer_is_not_looked_after_for_ever() -> None:
+    looks = Looks()
+    pauses = []
+    while (pause := looks.pause(chance=1.0)) is not None:
+        pauses.append(pause)
+        looks.seen({"a": None})  # silence is no evenness
+    assert pauses == [0.5] * 20
