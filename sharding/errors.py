@@ -72,6 +72,22 @@ def is_retryable(error: BaseException) -> bool:
     return isinstance(error, ShardUnavailable | TryLater | Unreachable)
 
 
+def reason(error: BaseException) -> str:
+    """What an error says, on one line; what it is, where it says nothing."""
+    said = " ".join(words_of(error).split())
+    return said or (
+        "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
+    )
+
+
+def words_of(error: BaseException) -> str:
+    """An error's own text. One that fails to say it says nothing, and nobody fails with it."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def shown(value: object, limit: int = 80) -> str:
     """`value` as an error message shows it: on one line, and not at any length."""
     try:

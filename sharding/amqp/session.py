@@ -23,7 +23,7 @@ from pika.adapters.utils.connection_workflow import (
 )
 
 from sharding.amqp.connected_node import REPLY_TO, node_token
-from sharding.errors import RemoteError, Unreachable
+from sharding.errors import RemoteError, Unreachable, reason
 
 
 class Session:
@@ -46,13 +46,13 @@ class Session:
 
         def failed(_: Any, error: BaseException | str) -> None:
             if not opened.done():
-                opened.set_exception(Unreachable(f"{_where(parameters)}: {reason(error)}"))
+                opened.set_exception(Unreachable(f"{_where(parameters)}: {said_by_pika(error)}"))
 
         connection = AsyncioConnection(
             parameters,
             on_open_callback=lambda _: settle(opened, None),
             on_open_error_callback=failed,
-            on_close_callback=lambda _, why: settle(lost, reason(why)),
+            on_close_callback=lambda _, why: settle(lost, said_by_pika(why)),
             custom_ioloop=loop,
         )
         try:
@@ -78,7 +78,7 @@ class Session:
         try:
             self._connection.channel(on_open_callback=lambda ch: settle(opened, ch))
         except pika.exceptions.AMQPError as error:  # no channel number is free, say
-            raise Unreachable(reason(error)) from None
+            raise Unreachable(said_by_pika(error)) from None
         try:
             return Channel(await self._or_lost(opened))
         except asyncio.CancelledError:
@@ -386,7 +386,7 @@ class Channel:
         if isinstance(why, pika.exceptions.ChannelClosedByBroker):
             error = self.refused = Refused(why.reply_code, why.reply_text)
         else:
-            error = Unreachable(f"the channel was closed: {reason(why)}")
+            error = Unreachable(f"the channel was closed: {said_by_pika(why)}")
         settle(self.closed, str(error))
         for future in [*self._waiting, *self._confirms.values()]:
             if not future.done():
@@ -398,24 +398,23 @@ def settle(future: asyncio.Future[Any], value: Any) -> None:
         future.set_result(value)
 
 
-def reason(error: BaseException | str) -> str:
+def said_by_pika(error: BaseException | str) -> str:
     """What pika says, on one line."""
-    cause = innermost(error)
-    return " ".join(str(cause).split()) or type(cause).__name__
+    return " ".join(error.split()) if isinstance(error, str) else reason(innermost(error))
 
 
-def innermost(error: BaseException | str) -> BaseException | str:
+def innermost(error: BaseException) -> BaseException:
     """The cause of a failed connection, which pika wraps several times."""
     while (cause := _wrapped(error)) is not None:
         error = cause
     return error
 
 
-def _wrapped(error: BaseException | str) -> BaseException | None:
+def _wrapped(error: BaseException) -> BaseException | None:
     """What pika wrapped: each phase of connecting has an error, and so has their whole."""
     inside: Any = getattr(error, "exception", None)
     if isinstance(error, AMQPConnectionWorkflowFailed):
-        inside = error.exceptions[-1]
-    elif isinstance(error, pika.exceptions.AMQPConnectionError) and error.args:
+        inside = error.exceptions[-1] if error.exceptions else None
+    elif isinstance(error, pika.exceptions.AMQPError) and error.args:
         inside = error.args[0]
     return inside if isinstance(inside, BaseException) else None

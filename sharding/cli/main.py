@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from sharding.errors import WarrenError
+from sharding.errors import WarrenError, reason
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     try:
         run(prog_name="warren")
     except WarrenError as error:
-        sys.exit("warren: " + " ".join(str(error).split()))
+        sys.exit(f"warren: {reason(error)}")
 
 
 def commands() -> Callable[..., object]:

@@ -22,7 +22,7 @@ from sharding.amqp.session import Declared, Refused, Session
 from sharding.backoff import Backoff
 from sharding.cluster.management import ClusterView
 from sharding.cluster.stream_log import Listener, LogFollower
-from sharding.errors import RemoteError, Unreachable, WarrenError
+from sharding.errors import RemoteError, Unreachable, WarrenError, reason
 from sharding.maps.map_log import State
 from sharding.maps.planning import Member
 from sharding.maps.shard_map import Address, Node, Shard, ShardMap
@@ -202,7 +202,7 @@ class ControlPlane:
         try:
             await self.refresh(session)
         except (RemoteError, TimeoutError) as error:
-            self.problem = _sentence(error)
+            self.problem = reason(error)
             await session.close()
             return False
         return True
@@ -274,7 +274,7 @@ class ControlPlane:
         return [node for shard_map in self.log.state.maps.values() for node in shard_map.nodes]
 
     def _note_problem(self, error: Exception) -> None:
-        self.problem = _sentence(error)
+        self.problem = reason(error)
         if not isinstance(error, WarrenError | TimeoutError | OSError):
             logger.exception("the control plane failed, and tries again")
 
@@ -385,17 +385,13 @@ class ControlPlane:
             return error.text
         except (RemoteError, TimeoutError) as error:
             if node.name in self._reached:
-                return _sentence(error)
+                return reason(error)
             seen = await self.look_at([shard.name], known_away=True)
-            return None if seen.get(shard.name) else _sentence(error)
+            return None if seen.get(shard.name) else reason(error)
         except Exception as error:
             logger.exception("probing %r failed", shard.name)
-            return _sentence(error)
+            return reason(error)
         return None
-
-
-def _sentence(error: BaseException) -> str:
-    return str(error) or "no answer in time"
 
 
 def node_of_shard(shard_map: ShardMap, shard: Shard) -> Node:

@@ -23,9 +23,10 @@ import pika.exceptions
 
 from sharding.amqp.addresses import amqp_parameters
 from sharding.amqp.connected_node import REPLY_TO, node_token
+from sharding.amqp.session import innermost
 from sharding.cluster.management import Management, NoAnswer, management_api
 from sharding.doctor.findings import SILENCE, Finding, ok, problem
-from sharding.errors import Unreachable, WarrenError
+from sharding.errors import Unreachable, WarrenError, reason
 from sharding.stream.connections.connection import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.connections.transport import Transport, dial, resolved
 from sharding.stream.errors import (
@@ -367,11 +368,9 @@ def _token(connection: pika.BlockingConnection) -> str:
 
 def _why(error: BaseException) -> tuple[int | None, str]:
     """The broker's code and words; pika wraps them several times."""
-    while error.args and isinstance(error.args[0], BaseException):
-        error = error.args[0]
-    code = getattr(error, "reply_code", None)
-    text = getattr(error, "reply_text", None) or " ".join(str(error).split())
-    return code, text or type(error).__name__
+    cause = innermost(error)
+    code = getattr(cause, "reply_code", None)
+    return code, getattr(cause, "reply_text", None) or reason(cause)
 
 
 # Streams

@@ -22,13 +22,13 @@ from typing import Any, Protocol, cast
 
 import pika
 from pika.adapters.select_connection import IOLoop
-from pika.adapters.utils import connection_workflow
 from pika.channel import Channel
 from pika.exceptions import AMQPError
 from pika.spec import Basic
 
+from sharding.amqp.session import innermost
 from sharding.backoff import Backoff
-from sharding.errors import shown
+from sharding.errors import reason, shown
 
 log = logging.getLogger("warren.publisher")
 
@@ -304,16 +304,11 @@ def _drop(connection: CorkedConnection) -> None:
 
 def _describe(error: BaseException) -> tuple[str, int]:
     """What to tell of an error of pika's, and the broker's reply code, 0 if it did not give one."""
-    if isinstance(error, connection_workflow.AMQPConnectionWorkflowFailed) and error.exceptions:
-        return _describe(error.exceptions[-1])
-    if isinstance(error, connection_workflow.AMQPConnectorPhaseErrorBase):
-        return _describe(error.exception)
-    if isinstance(error, AMQPError) and error.args and isinstance(error.args[0], Exception):
-        return _describe(error.args[0])
-    code = getattr(error, "reply_code", 0)
+    cause: Any = innermost(error)
+    code = getattr(cause, "reply_code", 0)
     if code:
-        return f"{code} {error.reply_text}", code  # type: ignore[attr-defined]  # has a code, has a text
-    text = str(error) or type(error).__name__
+        return f"{code} {cause.reply_text}", code
+    text = reason(cause)
     # pika guesses "probably authentication" from the moment of the loss, and packs what it knows
     # into the text; only what the broker itself said counts as its word.
     for known in _PERMANENT_CODES:

@@ -16,6 +16,7 @@ from sharding import (
     WarrenError,
     is_retryable,
 )
+from sharding.errors import reason
 
 
 @pytest.mark.parametrize(
@@ -94,3 +95,23 @@ def test_other_errors_can_be_pickled(kind: type[WarrenError]) -> None:
     copy = pickle.loads(pickle.dumps(kind("what happened")))
     assert type(copy) is kind
     assert str(copy) == "what happened"
+
+
+class Mute(Exception):
+    """An application's error that fails to say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("two\n  lines"), "two lines"),
+        (ValueError(), "ValueError"),
+        (TimeoutError(), "no answer in time"),
+        (Mute(), "Mute"),
+    ],
+)
+def test_reason_is_one_line_whatever_the_error_says(error: BaseException, said: str) -> None:
+    assert reason(error) == said

@@ -8,7 +8,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from sharding.errors import InvalidInput, WarrenError
+from sharding.errors import InvalidInput, WarrenError, words_of
 
 NO_HEADERS: Mapping[str, Any] = MappingProxyType({})
 
@@ -88,6 +88,6 @@ OnDone = Callable[[Outcome], None]
 
 def first_line(error: BaseException, limit: int = 300) -> str:
     """An exception as a header shows it."""
-    lines = str(error).strip().splitlines()
+    lines = words_of(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

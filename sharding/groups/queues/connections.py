@@ -20,7 +20,7 @@ import pika.channel
 
 from sharding.amqp.session import Channel, Session
 from sharding.backoff import Backoff
-from sharding.errors import RemoteError, Unreachable, WarrenError
+from sharding.errors import RemoteError, Unreachable, WarrenError, reason
 from sharding.groups.options import GroupOptions
 
 
@@ -151,7 +151,7 @@ class NodeConnection:
         raise Unreachable(f"{self.node}: the connection was lost: {session.lost.result()}")
 
     def _note(self, error: Exception) -> None:
-        before, self.trouble = self.trouble, str(error) or "no answer in time"
+        before, self.trouble = self.trouble, reason(error)
         if isinstance(error, WarrenError | TimeoutError | OSError):
             if self.trouble != before:  # it is tried every second
                 logger.info("no connection to %s: %s", self.node, self.trouble)

@@ -22,7 +22,7 @@ import pika
 
 from sharding.amqp.session import ACCESS_REFUSED, Channel, Message, Refused, Session
 from sharding.backoff import Backoff
-from sharding.errors import RemoteError, WarrenError
+from sharding.errors import RemoteError, WarrenError, reason
 from sharding.groups.handling.delivery import NO_HEADERS, Dead, Delivery, Done, OnDone, Outcome
 from sharding.groups.handling.scheduler import OnReleased
 from sharding.groups.options import GroupOptions
@@ -214,7 +214,7 @@ class ShardReader:
                 await self._dead_letters.store(delivery, dead)
                 return True
             except (RemoteError, TimeoutError) as error:
-                why = str(error) or "no answer in time"
+                why = reason(error)
                 logger.warning("a dead letter of %r is not stored yet: %s", self.shard, why)
             except Exception:
                 logger.exception("a dead letter of %r can't be stored", self.shard)

@@ -17,7 +17,7 @@ from typing import Any
 import pika
 
 from sharding.amqp.session import ACCESS_REFUSED, Channel, Refused
-from sharding.errors import WarrenError
+from sharding.errors import WarrenError, reason
 from sharding.groups.handling.delivery import GroupFailed
 from sharding.groups.options import GroupOptions
 from sharding.groups.queues.connections import Dialer, NodeConnections, SideConnection
@@ -223,7 +223,7 @@ class QueueWorker:
             self._on_refused(shard, error)
         except (WarrenError, TimeoutError) as error:
             self._attempts.not_answered(shard)
-            logger.info("%r can't be taken now: %s", shard, error or "no answer in time")
+            logger.info("%r can't be taken now: %s", shard, reason(error))
         else:
             self._on_taken(shard, reader)
             return
@@ -369,7 +369,7 @@ class Membership:
         raise channel_lost(channel)
 
     def _note(self, error: Exception) -> None:
-        before, self._trouble = self._trouble, str(error) or "no answer in time"
+        before, self._trouble = self._trouble, reason(error)
         if not isinstance(error, WarrenError | TimeoutError | OSError):
             logger.exception("the other workers can't be heard")
         elif self._trouble != before:  # it is tried several times a second

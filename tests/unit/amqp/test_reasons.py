@@ -6,7 +6,7 @@ import pytest
 from pika.adapters.utils import connection_workflow as workflow
 from pika.exceptions import AMQPConnectionError
 
-from sharding.amqp.session import reason
+from sharding.amqp.session import said_by_pika
 
 REFUSED = ConnectionRefusedError(111, "Connection refused")
 
@@ -24,9 +24,9 @@ REFUSED = ConnectionRefusedError(111, "Connection refused")
     ],
 )
 def test_reason_is_the_innermost_cause(error: BaseException) -> None:
-    assert reason(error) == "[Errno 111] Connection refused"
+    assert said_by_pika(error) == "[Errno 111] Connection refused"
 
 
 def test_reason_without_a_text_is_its_kind() -> None:
-    assert reason(AMQPConnectionError()) == "AMQPConnectionError"
-    assert reason("two\n lines") == "two lines"
+    assert said_by_pika(AMQPConnectionError()) == "AMQPConnectionError"
+    assert said_by_pika("two\n lines") == "two lines"
