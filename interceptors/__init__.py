@@ -1,7 +1,8 @@
 """Drop-in wrappers for pika and aio-pika channels that behave as the sharding plugin does."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from interceptors.connections import AsyncShardedConnection, ShardedConnection
 from interceptors.pika_blocking import ShardedChannel
 from interceptors.pika_callback import AsyncShardedChannel
 from interceptors.rules import Placement
@@ -14,11 +15,22 @@ from sharding.publishing.publisher import (
 )
 
 if TYPE_CHECKING:
-    from interceptors.aio import AioShardedChannel
+    from interceptors.aio import AioShardedChannel, AioShardedConnection
+else:  # aio-pika is an extra, so its wrappers are loaded when they are asked for
+
+    def __getattr__(name: str) -> object:
+        if name not in ("AioShardedChannel", "AioShardedConnection"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from interceptors import aio
+
+        return getattr(aio, name)
+
 
 __all__ = [
     "AioShardedChannel",
+    "AioShardedConnection",
     "AsyncShardedChannel",
+    "AsyncShardedConnection",
     "NotAllStored",
     "Outcome",
     "Placement",
@@ -26,15 +38,7 @@ __all__ = [
     "Report",
     "Result",
     "ShardedChannel",
+    "ShardedConnection",
     "ShardedPublisher",
     "WindowFull",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # aio-pika is an extra, so its wrapper is loaded when it is asked for.
-    if name == "AioShardedChannel":
-        from interceptors.aio import AioShardedChannel
-
-        return AioShardedChannel
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`AioShardedChannel`: a drop-in for aio-pika's channels, plain and robust.
+"""`AioShardedChannel`, `AioShardedConnection`: drop-ins for aio-pika's, plain and robust.
 
 Whatever is not in the table of `rules` is the wrapped channel's own. Queue and exchange objects are
 in `aio_objects`, what becomes of consumers in `aio_consumers`.
@@ -15,13 +15,19 @@ from typing import Any
 
 import aiormq
 import aiormq.abc
-from aio_pika.abc import AbstractChannel, AbstractRobustChannel, ExchangeType
+from aio_pika.abc import (
+    AbstractChannel,
+    AbstractConnection,
+    AbstractRobustChannel,
+    ExchangeType,
+)
 from aio_pika.exceptions import ChannelInvalidStateError, ChannelPreconditionFailed
 from aio_pika.tools import CallbackCollection
 
 from interceptors import rules
 from interceptors.aio_consumers import Consumers
 from interceptors.aio_objects import AskedReturns, OnMessage, Proxy, ShardedExchange, ShardedQueue
+from interceptors.connections import WrappedConnection
 from interceptors.rules import Placement
 from sharding.amqp.connected_node import REPLY_TO, node_at, node_with_token
 from sharding.cluster.topology import Topology
@@ -345,6 +351,32 @@ def _give_reason(closed: asyncio.Future[Any], text: str) -> None:
     ours = isinstance(problem, ChannelPreconditionFailed)
     if problem is not None and ours and str(rules.NO_SUCH_DELIVERY) in str(problem):
         problem.args = (text,)
+
+
+class AioShardedConnection(WrappedConnection[AbstractConnection]):
+    """An aio-pika connection, plain or robust, whose channels are `AioShardedChannel`s.
+
+        connection = AioShardedConnection(await aio_pika.connect_robust(url), topology)
+        async with connection.channel() as channel: ...
+
+    The options are those of `AioShardedChannel`, and hold for every channel.
+    """
+
+    async def __aenter__(self) -> AioShardedConnection:
+        await self._connection.__aenter__()
+        return self
+
+    async def __aexit__(self, *problem: Any) -> None:
+        await self._connection.__aexit__(*problem)
+
+    def __await__(self) -> Generator[Any, Any, AioShardedConnection]:
+        yield from self._connection.__await__()
+        return self
+
+    def channel(self, *arguments: Any, **options: Any) -> AioShardedChannel:
+        """As aio-pika's: await it, or enter it."""
+        inner = self._connection.channel(*arguments, **options)
+        return AioShardedChannel(inner, self._topology, **self._options)
 
 
 class ConnectedNode:

@@ -20,6 +20,7 @@ from aio_pika.tools import STUB_AWAITABLE, CallbackCollection
 from interceptors import rules
 from sharding.errors import OutcomeUnknown, ShardUnavailable
 from sharding.maps.shard_map import ShardMap
+from sharding.publishing.addressing import headers_to
 
 if TYPE_CHECKING:
     from interceptors.aio import AioShardedChannel
@@ -285,17 +286,12 @@ class _Sending:
 
 
 class _Addressed:
-    """A message with the shard's name added as a blind copy; the application's is left alone.
-
-    The broker routes by BCC as by the routing key and removes it (see `addressing`).
-    """
+    """A message with the shard's name added as a blind copy; the application's is left alone."""
 
     def __init__(self, message: Any, shard: str) -> None:
         self.body = message.body
         self.properties = copy.copy(message.properties)
-        headers = dict(self.properties.headers or {})
-        headers["BCC"] = [*headers.get("BCC", ()), shard]
-        self.properties.headers = headers
+        self.properties.headers = headers_to(self.properties.headers, shard)
         # aiormq would add one, by which it recognises what is returned; so do we.
         self.properties.message_id = self.properties.message_id or uuid.uuid4().hex
 

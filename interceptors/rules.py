@@ -1,16 +1,7 @@
 """What each intercepted call becomes: the decisions that all channel kinds share, without I/O.
 
-One table says which method does what with a logical name, as the plugin's `applies_to` does. A
-name that has no shard map passes through untouched.
-
-| call                                       | with a logical name                             |
-|--------------------------------------------|-------------------------------------------------|
-| basic_consume, basic_get, consume          | the local shard with the fewest consumers       |
-| queue_declare                              | shard 0 of the connected node                   |
-| queue_bind, _unbind, _purge, _delete       | refused: the channel closes with 406            |
-| exchange_declare with x-modulus-hash       | shards are made, as the policy says             |
-| exchange_delete                            | sharding stops; the queues stay                 |
-| basic_publish                              | to the key's shard                              |
+`INTERCEPTED` says which method does what with a logical name, as the plugin's `applies_to` does. A
+name that has no shard map passes through untouched, and so does every call that is not in it.
 """
 
 from __future__ import annotations
@@ -30,6 +21,29 @@ PRECONDITION_FAILED = 406
 # A delivery tag that no channel reaches. To acknowledge it makes the broker close the channel with
 # a genuine 406; a made-up Channel.Close would break the connection instead (measured).
 NO_SUCH_DELIVERY = 2**62
+
+
+_FEWEST = "a shard of the connected node, the one with the fewest consumers"
+_REFUSED = "refused: the channel closes with 406"
+INTERCEPTED: Mapping[str, str] = {
+    "basic_publish": "the shard of the routing key",
+    "basic_consume": _FEWEST,
+    "basic_get": _FEWEST,
+    "consume": _FEWEST,
+    "queue_declare": "shard 0 of the connected node",
+    "queue_bind": _REFUSED,
+    "queue_unbind": _REFUSED,
+    "queue_purge": _REFUSED,
+    "queue_delete": _REFUSED,
+    "exchange_declare": "with x-modulus-hash: shards are made, as the policy says",
+    "exchange_delete": "sharding stops; the queues stay",
+}
+"""What becomes of a call that names a logical queue. aio-pika has other names for some of them."""
+PASSED_THROUGH: Mapping[str, str] = {
+    "exchange_bind": "it is between exchanges, and that of a logical queue is a real one",
+    "exchange_unbind": "as exchange_bind",
+}
+"""Calls that name a queue or an exchange and stay the wrapped channel's own, and why."""
 
 
 class Placement(StrEnum):

@@ -7,6 +7,7 @@ exchange, the routing key and the headers that the application sent.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import pika
@@ -14,20 +15,26 @@ import pika
 from sharding.errors import InvalidInput
 
 
-def addressed(properties: pika.BasicProperties | None, shard: str) -> pika.BasicProperties:
-    """The properties with the shard's name added as a blind copy; the caller's are left alone.
+def headers_to(headers: Mapping[str, Any] | None, shard: str) -> dict[str, Any]:
+    """The headers with the shard's name added as a blind copy: the one place that writes BCC.
 
-    The broker routes by BCC as by the routing key and removes it, so that what is delivered and
-    returned carries the exchange, the routing key and the headers that the application sent.
+    The application's own copies stay. A BCC that is no list is refused, as the broker would: taken
+    apart, a text would be a copy by each of its letters.
     """
+    sent = dict(headers) if headers else {}
+    copies = sent.get("BCC", [])
+    if not isinstance(copies, list):
+        raise InvalidInput("headers['BCC']", "must be a list of routing keys", copies)
+    sent["BCC"] = [*copies, shard]
+    return sent
+
+
+def addressed(properties: pika.BasicProperties | None, shard: str) -> pika.BasicProperties:
+    """The properties with the shard's name added as a blind copy; the caller's are left alone."""
     sent = pika.BasicProperties()
-    if properties is None:
-        sent.headers = {"BCC": [shard]}
-        return sent
-    sent.__dict__.update(properties.__dict__)
-    headers: dict[str, Any] = dict(properties.headers or {})
-    headers["BCC"] = [*headers.get("BCC", ()), shard]
-    sent.headers = headers
+    if properties is not None:
+        sent.__dict__.update(properties.__dict__)
+    sent.headers = headers_to(sent.headers, shard)
     return sent
 
 
@@ -37,18 +44,11 @@ class Encoded(pika.BasicProperties):
     def __init__(self, plain: pika.BasicProperties, shard: str | None) -> None:
         self.plain = copy.copy(plain)
         self.shard = shard
-        addressed = self.plain
-        headers = dict(plain.headers or {})
         if plain.headers is not None:
-            self.plain.headers = headers
-        if shard is not None:
-            own = headers.get("BCC", [])
-            if not isinstance(own, list):
-                raise InvalidInput("headers['BCC']", "must be a list of routing keys", own)
-            addressed = copy.copy(plain)
-            addressed.headers = {**headers, "BCC": [*own, shard]}
+            self.plain.headers = dict(plain.headers)
+        sent = self.plain if shard is None else addressed(self.plain, shard)
         try:
-            self._bytes = b"".join(addressed.encode())
+            self._bytes = b"".join(sent.encode())
         except Exception as error:
             # pika raises whatever comes: AssertionError, struct.error, AttributeError, its own.
             rule = f"must be properties that AMQP can express ({type(error).__name__})"

@@ -1,0 +1,92 @@
+"""Connections that are wrapped once: every channel they give is sharded.
+
+    connection = ShardedConnection(pika.BlockingConnection(parameters), topology)
+    channel = connection.channel()                  # a ShardedChannel
+
+An application changes the line that makes its connection, and none that makes a channel. Whatever
+else a connection can do is the wrapped one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import pika
+from pika.connection import Connection
+
+from interceptors.pika_blocking import ShardedChannel
+from interceptors.pika_callback import AsyncShardedChannel
+from interceptors.rules import Placement
+from sharding.cluster.topology import Topology
+
+C = TypeVar("C")
+
+
+class WrappedConnection(Generic[C]):
+    """What all kinds share: a connection, and how its channels are wrapped."""
+
+    def __init__(
+        self,
+        connection: C,
+        topology: Topology,
+        *,
+        placement: Placement | str = Placement.LOCAL,
+        confirm_timeout: float = 30.0,
+        node: str | None = None,
+    ) -> None:
+        self._connection: Any = connection
+        self._topology = topology
+        self._options: dict[str, Any] = {
+            "placement": Placement(placement),
+            "confirm_timeout": confirm_timeout,
+            "node": node,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._connection!r}>"
+
+
+class ShardedConnection(WrappedConnection[pika.BlockingConnection]):
+    """A pika `BlockingConnection` whose channels are `ShardedChannel`s.
+
+    The options are those of `ShardedChannel`, and hold for every channel.
+    """
+
+    def __enter__(self) -> ShardedConnection:
+        self._connection.__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        self._connection.__exit__(*problem)
+
+    def channel(self, channel_number: int | None = None) -> ShardedChannel:
+        inner = self._connection.channel(channel_number)
+        return ShardedChannel(inner, self._topology, **self._options)
+
+
+class AsyncShardedConnection(WrappedConnection[Connection]):
+    """A callback connection of pika's (`SelectConnection`, `AsyncioConnection`, …) whose channels
+    are `AsyncShardedChannel`s. pika hands its own connection to callbacks; wrap it there.
+
+        def on_open(connection):
+            AsyncShardedConnection(connection, topology).channel(on_open_callback=on_channel)
+    """
+
+    def channel(
+        self,
+        channel_number: int | None = None,
+        on_open_callback: Callable[[AsyncShardedChannel], Any] | None = None,
+    ) -> AsyncShardedChannel:
+        """As pika's: the channel may be used when `on_open_callback` gets it."""
+
+        def opened(_: Any) -> None:
+            if on_open_callback is not None:
+                on_open_callback(wrapped)
+
+        inner = self._connection.channel(channel_number, opened)
+        wrapped = AsyncShardedChannel(inner, self._topology, **self._options)
+        return wrapped
