@@ -163,7 +163,7 @@ class Consumers:
             except _FAILURES as error:
                 logger.debug("a consumer stays on %r: %s", consumer.shard, error)
                 return
-            looks.seen(counts)
+            looks.seen(counts, moved=target is not None)
 
     async def _move(self, consumer: Consumer, target: str) -> None:
         async with consumer.moving:

@@ -66,7 +66,7 @@ class Settling:
                 # The broker takes these for acknowledged, whatever becomes of the consumer.
                 for method, properties, body in undelivered:
                     self._deliver(channel, method, properties, body)
-        self._looks.seen(counts)
+        self._looks.seen(counts, moved=target is not None)
         self.look_later()
 
 

@@ -226,8 +226,8 @@ class Settling:
     def _decide(self, counts: dict[str, int | None]) -> None:
         if not self._alive():
             return
-        self._looks.seen(counts)
         target = better_shard(str(self._consume.queue), counts, self._random.random)
+        self._looks.seen(counts, moved=target is not None)
         if target is None:
             self.look_later()
         else:

@@ -60,5 +60,6 @@ class Looks:
         self._left -= 1
         return _SHORTEST_PAUSE + (_LONGEST_PAUSE - _SHORTEST_PAUSE) * chance
 
-    def seen(self, counts: Mapping[str, int | None]) -> None:
-        self._calm = self._calm + 1 if is_even(counts) else 0
+    def seen(self, counts: Mapping[str, int | None], moved: bool) -> None:
+        """What the look found, and whether the consumer moved because of it."""
+        self._calm = self._calm + 1 if is_even(counts) and not moved else 0

@@ -30,19 +30,21 @@ def marked(folder: Path) -> list[int]:
 def _environment(process: Path) -> list[bytes]:
     """The environment of a process; empty if it ended, or is not ours to read.
 
-    In the middle of exec() a process shows an empty environment, for some milliseconds where the
-    machine is busy. Then it also does not know where its environment ends, and is read again;
-    kernel threads and zombies have no program at all.
+    One that execs meanwhile seems to have none, or half of one, for some milliseconds where the
+    machine is busy: there is no new environment yet, or the old one can't be read on. So what was
+    read counts only if the environment ended at the same place before and after, since each program
+    has its own; kernel threads and zombies have no program at all.
     """
     try:
-        while not (content := (process / "environ").read_bytes()):
+        while True:
+            end = _end_of_environment(process)
+            content = (process / "environ").read_bytes()
+            if end and end == _end_of_environment(process):
+                return content.split(b"\0")
             (process / "exe").readlink()
-            if _end_of_environment(process):
-                break
             time.sleep(0.001)
     except OSError:
         return []
-    return content.split(b"\0")
 
 
 def _end_of_environment(process: Path) -> int:

@@ -55,9 +55,12 @@ def test_herd_ends_evenly_although_each_decides_alone(clients: int) -> None:
 def test_a_new_consumer_is_looked_after_until_counts_stay_even() -> None:
     even, uneven = {"a": 1, "b": 1}, {"a": 3, "b": 1}
     looks = Looks()
-    for counts in (uneven, even, even, uneven, even, even, even):
+    for counts, moved in (
+        *((uneven, True), (even, False), (even, False), (uneven, False)),
+        *((even, False), (even, True), (even, False), (even, False), (even, False)),
+    ):
         assert looks.pause(chance=0.5) is not None
-        looks.seen(counts)
+        looks.seen(counts, moved)
     assert looks.pause(chance=0.5) is None
 
 
@@ -66,5 +69,5 @@ def test_a_consumer_is_not_looked_after_for_ever() -> None:
     pauses = []
     while (pause := looks.pause(chance=1.0)) is not None:
         pauses.append(pause)
-        looks.seen({"a": None})  # silence is no evenness
+        looks.seen({"a": None}, moved=False)  # silence is no evenness
     assert pauses == [0.5] * 20
