@@ -102,15 +102,15 @@ def test_callbacks(cluster: Cluster, topology: Topology, images: str) -> None:
 
     def on_channel(channel: Any) -> None:
         given.append(channel)
-        confirmed = 0
+        unconfirmed = set(range(1, len(KEYS) + 1))
 
-        def count(frame: Any) -> None:
-            nonlocal confirmed
-            confirmed = max(confirmed, frame.method.delivery_tag)
-            if confirmed == len(KEYS):
+        def settle(frame: Any) -> None:
+            tag, multiple = frame.method.delivery_tag, frame.method.multiple
+            unconfirmed.difference_update(range(1 if multiple else tag, tag + 1))
+            if not unconfirmed:
                 channel.connection.close()
 
-        channel.confirm_delivery(count)
+        channel.confirm_delivery(settle)
         for key in KEYS:
             channel.basic_publish(images, key, key.encode())
 
