@@ -88,7 +88,7 @@ class LogFollower:
             self._show()
 
     async def _is_another_log(self, session: Session) -> bool:
-        """Whether somebody deleted the log and it was made anew: its first record is another."""
+        """Whether somebody deleted the log and it was made again: its first record is another."""
         first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def note(message: Message) -> None:
@@ -109,7 +109,7 @@ class LogFollower:
 
     def _begin_anew(self) -> None:
         """Read from the first record; what was known is shown until all of it is read."""
-        logger.warning("the map log was made anew; reading it from its first record")
+        logger.warning("the map log was deleted and made again; reading it from its first record")
         self._reading = State()
         self._next_offset = 0
         self._first_record = None
@@ -203,7 +203,7 @@ class LogFollower:
         if self._next_offset == 0 and offset > 0:
             self.failure = UnsupportedFormat(
                 f"the map log begins at record {offset}, its first ones were removed; exempt "
-                f"{LOG_QUEUE!r} from retention policies, and delete it so that it is made anew"
+                f"{LOG_QUEUE!r} from retention policies, and delete it so that it is made again"
             )
             self._moved.set()
             return

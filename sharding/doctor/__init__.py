@@ -1,4 +1,4 @@
-"""`warren doctor`: can this machine use this cluster, and if not, what mends it."""
+"""`warren doctor`: can this machine use this cluster, and if not, how to fix it."""
 
 from sharding.doctor.checks import examine
 from sharding.doctor.findings import Finding, Verdict

@@ -67,7 +67,7 @@ class GroupOptions:
     thread is replaced; Python can't end it. None: handlers may take as long as they like, and a
     shard is not given to another worker before they end."""
     max_lost_threads: int = 8
-    """How many hanging threads are borne; one more, and the worker stops with an error."""
+    """How many hanging threads are tolerated; one more, and the worker stops with an error."""
     stop_timeout: float = 30.0
     """How long stop() lets handlers finish."""
     heartbeat: int = 5

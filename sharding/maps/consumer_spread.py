@@ -1,4 +1,4 @@
-"""Spreading consumers over shards: who goes where, and who moves when a herd came."""
+"""Spreading consumers: which shard one gets, and rebalancing after many start at once."""
 
 from __future__ import annotations
 

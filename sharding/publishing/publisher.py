@@ -15,9 +15,10 @@
   shard in `BCC`, so that consumers see what was published. `through="default"` goes straight to the
   shard's queue: cheaper, and consumers see the default exchange and the shard's name.
 * A connection on which a message was not confirmed in time is sent no more. When nothing on it has
-  time left it is dropped and made anew: a node that was frozen may never confirm what it got before
-  (seen), and messages that are not sent can at least be refused instead of unknown. A connection
-  that the broker blocks is left alone; what was sent on it is stored when the alarm ends.
+  time left it is dropped and made again: a node that was frozen may never confirm what it got
+  before (seen), and messages that are not sent can at least be refused instead of unknown. A
+  connection that the broker blocks is left alone; what was sent on it is stored when the alarm
+  ends.
 """
 
 from __future__ import annotations

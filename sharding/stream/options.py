@@ -126,7 +126,7 @@ class ProducerOptions:
     send_timeout: float = 10
     """How long `send` waits for room, and a write for a broker that does not read."""
     confirm_timeout: float = 30
-    """A message not settled so many seconds after it was written makes the producer connect anew:
+    """A message not settled so many seconds after it was written makes the producer connect again:
     a named one sends again, an unnamed one reports it as unknown."""
     open_timeout: float = 30
     """For connecting to every partition's leader when the producer is made."""

@@ -11,7 +11,7 @@ A checkpoint's offset is the next offset to read of every stream. Rules:
    place in the checkpoint and not a moment that each restart moves.
 3. A stream that is no longer there and had been read to its end is forgotten. With rows that were
    not read, and also where that can't be known, it is a loss.
-4. A stream that ends before the place to go on at was deleted and made anew: a loss. But an empty
+4. A stream that ends before the place to go on at was deleted and made again: a loss. But an empty
    one may only have been emptied by retention: it is waited for.
 5. Losses fail the query, or, where they are allowed, are passed over: the stream goes on at its
    first message.
@@ -32,7 +32,7 @@ _VERSION = 1
 
 
 class StreamGone(RemoteError):
-    """A stream with messages that were not read was deleted, or made anew."""
+    """A stream with messages that were not read was deleted, or made again."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def plan(start: Offsets, extents: Mapping[str, Extent], *, fail_on_data_loss: bo
             if fail_on_data_loss:
                 raise StreamGone(
                     f"{stream!r} ends at offset {extent.end}, but was read up to {begin} before: "
-                    "it was deleted and made anew; start with a new checkpoint, or allow the loss "
+                    "it was deleted and made again; start with a new checkpoint, or allow the loss "
                     "(failOnDataLoss=false)"
                 )
             begin = began[stream] = extent.first

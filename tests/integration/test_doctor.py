@@ -1,4 +1,4 @@
-"""`warren doctor` finds what is wrong with a real cluster, says what mends it, and no secret."""
+"""`warren doctor` finds what is wrong with a real cluster, says how to fix it, and no secret."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def findings(
 
 
 def problems(found: Sequence[Finding]) -> dict[str, Finding]:
-    """By check, each with the sentence that mends it."""
+    """By check, each with the sentence that says how to fix it."""
     wrong = [finding for finding in found if finding.verdict is Verdict.PROBLEM]
     assert all(finding.fix.endswith((".", ".'", "now.")) for finding in wrong)
     return {finding.check: finding for finding in wrong}

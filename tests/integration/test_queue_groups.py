@@ -284,7 +284,7 @@ def test_too_many_hanging_handlers_end_the_worker_with_an_error(
     options = patient.group(handler_timeout=0.2, max_lost_threads=2)
     group = ConsumerGroup(topology, images, lambda _: let_go.wait(), options=options)
     try:
-        with pytest.raises(GroupFailed, match="3 handlers hang, 2 are borne"):
+        with pytest.raises(GroupFailed, match="3 handlers hang, 2 are tolerated"):
             group.run()
     finally:
         let_go.set()

@@ -170,7 +170,7 @@ class HandlerTasks:
         handling.add_done_callback(self._on_found)
         if self._lost > self._options.max_lost_threads and self.failure is None:
             self.failure = GroupFailed(
-                f"{self._lost} handlers hang, {self._options.max_lost_threads} are borne "
+                f"{self._lost} handlers hang, {self._options.max_lost_threads} are tolerated "
                 "(max_lost_threads): none let itself be cancelled"
             )
             self._on_failure()

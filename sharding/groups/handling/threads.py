@@ -235,7 +235,7 @@ class HandlerThreads:
             self._add_thread()
         elif self.failure is None:
             self.failure = GroupFailed(
-                f"{self._lost} handlers hang, {self._options.max_lost_threads} are borne "
+                f"{self._lost} handlers hang, {self._options.max_lost_threads} are tolerated "
                 f"(max_lost_threads): none returned within {limit:g} s (handler_timeout)"
             )
             self._on_failure()

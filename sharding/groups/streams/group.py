@@ -300,7 +300,7 @@ class PartitionAssignment:
     def look(self, streams: Iterable[str], others: dict[str, frozenset[str]]) -> None:
         """Take and give up what follows from what there is and what the others hold.
 
-        Raises the failure of a reader that trying again won't mend.
+        Raises the failure of a reader that trying again won't help.
         """
         known = frozenset(streams)
         self._clear_ended()

@@ -113,7 +113,7 @@ class TlsTransport:
         except ssl.SSLWantWriteError:
             return 0
         except ssl.SSLWantReadError as error:
-            raise ConnectionLost("the peer wants to negotiate TLS anew: not supported") from error
+            raise ConnectionLost("the peer wants to negotiate TLS again: not supported") from error
         except (OSError, ValueError) as error:
             raise ConnectionLost(f"sending over TLS failed: {error}") from error
 

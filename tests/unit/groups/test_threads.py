@@ -157,7 +157,7 @@ def test_hanging_handlers_are_replaced_and_bounded() -> None:
         assert isinstance(dead, Dead)
         dead.stored()
     assert failed.wait(PATIENCE)
-    assert "2 handlers hang, 1 are borne" in str(shop.failure)
+    assert "2 handlers hang, 1 are tolerated" in str(shop.failure)
     let_go.set()
     shop.stop(PATIENCE)
 
