@@ -1,4 +1,8 @@
-"""Things that are dear to make, one of each kind per process, lent to one task after another."""
+"""What a Python process of Spark keeps between tasks, and what errors may leave it.
+
+Things that are dear to make are made once for each process and lent to one task after another;
+errors go to Spark short, and without secrets.
+"""
 
 from __future__ import annotations
 

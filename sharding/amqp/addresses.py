@@ -1,4 +1,4 @@
-"""URLs of brokers and of the management API, checked. No error shows what may be a password."""
+"""URLs, checked, and the parameters made of them. No error shows what may be a password."""
 
 from __future__ import annotations
 

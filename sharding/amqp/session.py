@@ -1,4 +1,4 @@
-"""pika's asynchronous connection as awaitables, for the control plane's own loop.
+"""pika's asynchronous connection and its channels as awaitables, on whatever loop is current.
 
 Thin: it turns callbacks into results and a closed channel or connection into the error that closed
 it. Deadlines are the caller's, with `asyncio.timeout`.

@@ -1,10 +1,9 @@
-"""A view as a table or a tree: pure."""
+"""`warren topology` and `warren doctor`: what there is, and what keeps it from being used."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -12,14 +11,22 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from sharding.amqp.addresses import amqp_parameters
-from sharding.cli.options import LOCAL_BROKER, AsJson, ManagementUrls, StreamUrls, app, printable
+from sharding.cli.options import (
+    LOCAL_BROKER,
+    AsJson,
+    ManagementUrls,
+    StreamUrls,
+    app,
+    console,
+    printable,
+)
 from sharding.cluster.management import ClusterView, management_api
 from sharding.cluster.topology import Topology, TopologyOptions
 from sharding.doctor import Finding, Verdict, examine, places_from
@@ -223,22 +230,22 @@ def _show(view: View, tree: bool, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(view.to_json(), indent=1))
     else:
-        _console().print(_drawn(view, tree))
+        console().print(_drawn(view, tree))
 
 
 def _watch(look: Callable[[], View], interval: float, tree: bool, as_json: bool) -> None:
     """Redraw in place on a terminal; elsewhere one after the other, as JSON one to a line."""
-    console = _console()
+    screen = console()
     with suppress(KeyboardInterrupt):
         if as_json:
             for view in views(look, interval):
                 if isinstance(view, View):
                     typer.echo(json.dumps(view.to_json()))
-        elif not console.is_terminal:
+        elif not screen.is_terminal:
             for view in views(look, interval):
-                console.print(_drawn(view, tree))
+                screen.print(_drawn(view, tree))
         else:
-            with Live(console=console, auto_refresh=False) as live:
+            with Live(console=screen, auto_refresh=False) as live:
                 for view in views(look, interval):
                     live.update(_drawn(view, tree), refresh=True)
 
@@ -260,12 +267,6 @@ def _drawn(view: View | WarrenError, tree: bool) -> RenderableType:
     if isinstance(view, WarrenError):
         return Text(f"{printable(str(view))}; trying again")
     return as_tree(view) if tree else as_table(view)
-
-
-def _console() -> Console:
-    # Rich takes a pipe for 80 columns wide and would fold names that scripts want whole.
-    width = None if sys.stdout.isatty() else 10_000
-    return Console(width=width, markup=False, highlight=False, emoji=False)
 
 
 _MARKS = {Verdict.OK: "ok     ", Verdict.WARNING: "warning", Verdict.PROBLEM: "problem"}

@@ -21,6 +21,36 @@ from sharding.cluster.topology import Topology
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Logical = Annotated[str, typer.Argument(metavar="NAME", help="The logical queue.")]
+Urls = Annotated[
+    list[str],
+    typer.Option(
+        "--url",
+        envvar="WARREN_URL",
+        show_envvar=True,
+        help="AMQP URL of a node; several times, for failover.",
+    ),
+]
+ManagementUrls = Annotated[
+    list[str],
+    typer.Option(
+        "--management",
+        envvar="WARREN_MANAGEMENT_URL",
+        show_envvar=True,
+        help="URL of the management API; needed to see which nodes there are.",
+    ),
+]
+StreamUrls = Annotated[
+    list[str],
+    typer.Option(
+        "--stream-url",
+        envvar="WARREN_STREAM_URL",
+        show_envvar=True,
+        help="Stream URL of a node or a balancer; several times, for failover.",
+    ),
+]
+
+LOCAL_BROKER = ["amqp://guest:guest@localhost:5672/"]
 
 
 def _print_version(wanted: bool) -> None:
@@ -48,9 +78,13 @@ def print_table(columns: tuple[str, ...], rows: list[dict[str, object]]) -> None
         column.overflow = "fold"
     for row in rows:
         table.add_row(*(printable(str(row[column])) for column in columns))
+    console().print(table)
+
+
+def console() -> Console:
     # Rich takes a pipe for 80 columns wide and would fold names that scripts want whole.
     width = None if sys.stdout.isatty() else 10_000
-    Console(width=width, markup=False, highlight=False, emoji=False).print(table)
+    return Console(width=width, markup=False, highlight=False, emoji=False)
 
 
 def printable(text: str) -> str:
@@ -60,48 +94,9 @@ def printable(text: str) -> str:
     )
 
 
-Urls = Annotated[
-    list[str],
-    typer.Option(
-        "--url",
-        envvar="WARREN_URL",
-        show_envvar=True,
-        help="AMQP URL of a node; several times, for failover.",
-    ),
-]
-
-
-ManagementUrls = Annotated[
-    list[str],
-    typer.Option(
-        "--management",
-        envvar="WARREN_MANAGEMENT_URL",
-        show_envvar=True,
-        help="URL of the management API; needed to see which nodes there are.",
-    ),
-]
-
-
-Logical = Annotated[str, typer.Argument(metavar="NAME", help="The logical queue.")]
-
-
-LOCAL_BROKER = ["amqp://guest:guest@localhost:5672/"]
-
-
 @contextmanager
 def connected(urls: list[str], management: list[str]) -> Iterator[Topology]:
     # What the manager notes is in the report; without a handler logging would print it as well.
     logging.getLogger("warren.manager").addHandler(logging.NullHandler())
     with Topology(*urls, management_urls=management) as topology:
         yield topology
-
-
-StreamUrls = Annotated[
-    list[str],
-    typer.Option(
-        "--stream-url",
-        envvar="WARREN_STREAM_URL",
-        show_envvar=True,
-        help="Stream URL of a node or a balancer; several times, for failover.",
-    ),
-]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sharding.cli.options import LOCAL_BROKER, ManagementUrls, Urls, app, connected
+from sharding.cli.options import LOCAL_BROKER, ManagementUrls, StreamUrls, Urls, app, connected
 from sharding.errors import InvalidInput
 from sharding.groups import ConsumerGroup, GroupOptions, Retry
 from sharding.groups.options import DEAD_LETTERS_OF_GROUP
@@ -47,10 +47,7 @@ def worker(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Say what changes, and why.")] = False,
     url: Urls = LOCAL_BROKER,
-    stream_url: Annotated[
-        list[str],
-        typer.Option(envvar="WARREN_STREAM_URL", help="Where streams are; several for failover."),
-    ] = [LOCAL_STREAMS],  # noqa: B006 - typer copies it
+    stream_url: StreamUrls = [LOCAL_STREAMS],  # noqa: B006 - typer copies it
     offset: Annotated[
         str, typer.Option(help="Where a new group of a stream begins: first, last or next.")
     ] = "first",

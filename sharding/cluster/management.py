@@ -1,4 +1,4 @@
-"""The management API of one node, with the standard library."""
+"""The management API, with the standard library: which nodes there are, where they listen."""
 
 from __future__ import annotations
 

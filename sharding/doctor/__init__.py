@@ -1,4 +1,7 @@
-"""`warren doctor`: can this machine use this cluster, and if not, how to fix it."""
+"""`warren doctor`: can this machine use this cluster, and if not, how to fix it.
+
+`findings` is pure. It may import everything but `inspection` and `cli`.
+"""
 
 from sharding.doctor.checks import examine
 from sharding.doctor.findings import Finding, Verdict

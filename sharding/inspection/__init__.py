@@ -1,4 +1,7 @@
-"""Sight: where the shards of a name are, what is in them, and how far its readers are."""
+"""Where the shards of a name are, what is in them, and how far its readers are.
+
+`views` is pure. It may import everything but `doctor` and `cli`.
+"""
 
 from __future__ import annotations
 

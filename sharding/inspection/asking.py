@@ -1,4 +1,4 @@
-"""What a logical queue looks like now: asks the control plane, and the management API if given."""
+"""What a logical queue or a stream looks like now: asks the cluster, each question in its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,19 @@
-"""The standard properties of an AMQP 1.0 message: a list of thirteen fields in a fixed order."""
+"""Messages: what is published to a stream, and what is read from it, as AMQP 1.0.
+
+An AMQP 1.0 message is a row of sections: header, delivery annotations, message annotations,
+properties, application properties, the body, footer. All but the body may be missing. Header,
+delivery annotations and footer are for the journey; they are checked and left out.
+
+What `body` holds:
+
+* one or more data sections: their bytes, joined;
+* an amqp-value section with a binary, a string or a symbol: its bytes, of texts in UTF-8;
+* any other amqp-value section, and amqp-sequence sections: the sections as they are written.
+  `value` holds them decoded.
+
+The key of a message is its annotation `x-routing-key`: there RabbitMQ itself puts the routing key
+of what was published over AMQP 0-9-1, and there Warren's producers put theirs.
+"""
 
 from __future__ import annotations
 
@@ -193,23 +208,6 @@ _SYMBOLIC: Final[dict[AmqpValue, int]] = {
 _SHORT_DATA: Final = tuple(bytes((0x00, 0x53, _DATA, 0xA0, size)) for size in range(256))
 _LONG_DATA: Final = struct.Struct(">4sI")
 _LONG_DATA_START: Final = b"\x00\x53\x75\xb0"
-
-
-# Messages: what is published to a stream, and what is read from it, as AMQP 1.0.
-#
-# An AMQP 1.0 message is a row of sections: header, delivery annotations, message annotations,
-# properties, application properties, the body, footer. All but the body may be missing. Header,
-# delivery annotations and footer are for the journey; they are checked and left out.
-#
-# What `body` holds:
-#
-# * one or more data sections: their bytes, joined;
-# * an amqp-value section with a binary, a string or a symbol: its bytes, of texts in UTF-8;
-# * any other amqp-value section, and amqp-sequence sections: the sections as they are written.
-#   `value` holds them decoded.
-#
-# The key of a message is its annotation `x-routing-key`: there RabbitMQ itself puts the routing key
-# of what was published over AMQP 0-9-1, and there Warren's producers put theirs.
 
 
 @dataclass(frozen=True, slots=True)
