@@ -278,14 +278,18 @@ def test_twelve_leaders_wanted_at_once_take_two_connects_a_node_at_most() -> Non
     network = Network(in_turn(*NODES))
     leaders = [NODES[number % 3] for number in range(12)]
     with pool_of(network, balancer=BALANCER) as pool, ThreadPoolExecutor(12) as threads:
+        all_have_theirs = threading.Event()
 
         def has_what_was_found() -> bool:
+            if all_have_theirs.is_set():  # a pool that closes is empty, and waits for who dials
+                return True
             all_are_there = len(network.clients) == len(network.dialled)
             return all_are_there and repr(pool) == f"<Pool: {len(network.open)} connections>"
 
         # A thread held up with the node that others look for would have them dial on.
         network.before_dial = lambda: wait_until(has_what_was_found, PATIENCE)
         clients = list(threads.map(lambda leader: publish(pool, leader), leaders))
+        all_have_theirs.set()
         assert [client.node for client in clients] == leaders
         assert len(network.dialled) <= 2 * len(NODES)
 
