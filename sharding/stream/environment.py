@@ -33,7 +33,6 @@ from sharding.stream.connections.background import Recovery
 from sharding.stream.connections.connection import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.connections.locator import Locator
 from sharding.stream.connections.open_connections import CAPACITY
-from sharding.stream.connections.placement import Placement
 from sharding.stream.connections.pool import DedicatedConnections, Pool
 from sharding.stream.consumer.consumer import Consumer
 from sharding.stream.consumer.offset_store import check_offset, store_offset_surely
@@ -47,7 +46,7 @@ from sharding.stream.producer.producer import Producer
 from sharding.stream.protocol.commands import QueryOffset
 from sharding.stream.protocol.constants import Broker, Limits
 from sharding.stream.routes.cache import RouteCache
-from sharding.stream.routes.values import StreamRoute
+from sharding.stream.routes.values import Placement, StreamRoute
 from sharding.stream.uris import StreamUri, parse_all
 
 

@@ -15,13 +15,13 @@ import pytest
 
 from sharding.stream.connections.connection import ConnectOptions, Login, StreamClient, connect
 from sharding.stream.connections.locator import Locator
-from sharding.stream.connections.placement import Placement, consumer_candidates
 from sharding.stream.connections.pool import Pool
 from sharding.stream.environment import EnvironmentOptions
 from sharding.stream.errors import NodeNotReached
 from sharding.stream.protocol.commands import Create, DeclarePublisher, Delete, Subscribe
 from sharding.stream.protocol.constants import FIRST, NEXT, Broker, OffsetSpec
 from sharding.stream.routes.cache import RouteCache
+from sharding.stream.routes.values import Placement, consumer_candidates
 from tests.cluster import Balancer, Cluster, Node
 from tests.cluster.waiting import PATIENCE
 

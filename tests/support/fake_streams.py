@@ -16,13 +16,12 @@ from typing import Any, cast
 
 from sharding.stream.connections.access import Access
 from sharding.stream.connections.attachments import SubscriberHandler
-from sharding.stream.connections.placement import Placement
 from sharding.stream.errors import ConnectionLost, refusal
 from sharding.stream.messages.message import encode_data
 from sharding.stream.protocol.answers import Answer, MetadataAnswer, OffsetAnswer, StatsAnswer
 from sharding.stream.protocol.commands import Subscribe, Unsubscribe
 from sharding.stream.protocol.constants import Broker, Code, Key, OffsetSpec, OffsetType
-from sharding.stream.routes.values import StreamRoute
+from sharding.stream.routes.values import Placement, StreamRoute
 
 A, B, C = Broker("a", 1), Broker("b", 1), Broker("c", 1)
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from sharding.stream.connections.attachments import SubscriberHandler
-from sharding.stream.connections.placement import Placement
 from sharding.stream.protocol.constants import Broker, Limits
-from sharding.stream.routes.values import StreamRoute
+from sharding.stream.routes.values import Placement, StreamRoute
 
 if TYPE_CHECKING:
     from sharding.stream.connections.connection import StreamClient

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from sharding.errors import InvalidInput, Unreachable, WarrenError, is_retryable
 from sharding.stream.connections.access import Access
-from sharding.stream.connections.placement import consumer_candidates
 from sharding.stream.consumer.data_loss import is_lost, without_gap
 from sharding.stream.consumer.inbox import Inbox, Lane
 from sharding.stream.consumer.probe import Ends, first_and_last, leader_ends
@@ -27,6 +26,7 @@ from sharding.stream.messages.chunk import parse_header
 from sharding.stream.options import Columns, ConsumerOptions, OnDataLoss
 from sharding.stream.protocol.commands import Metadata, Subscribe, Unsubscribe
 from sharding.stream.protocol.constants import NEXT, Broker, OffsetSpec
+from sharding.stream.routes.values import consumer_candidates
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -25,7 +25,6 @@ from sharding.errors import LocalError, OutcomeUnknown, Unreachable, WarrenError
 from sharding.stream.connections.access import Access
 from sharding.stream.connections.attachments import ActivityAnswer
 from sharding.stream.connections.connection import StreamClient
-from sharding.stream.connections.placement import consumer_candidates
 from sharding.stream.consumer.activity import Activity, Turns
 from sharding.stream.consumer.inbox import Inbox, Lane, Taken
 from sharding.stream.consumer.offset_store import stored_offset
@@ -42,7 +41,7 @@ from sharding.stream.messages.chunk import HEADER_SIZE, check_crc, parse_header
 from sharding.stream.options import ConsumerOptions, offset_spec
 from sharding.stream.protocol.commands import Subscribe, Unsubscribe, credit_frame
 from sharding.stream.protocol.constants import NEXT, Broker, Key, OffsetSpec, OffsetType
-from sharding.stream.routes.values import StreamRoute
+from sharding.stream.routes.values import StreamRoute, consumer_candidates
 
 if TYPE_CHECKING:
     from sharding.stream.connections.connection import StreamClient

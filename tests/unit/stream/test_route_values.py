@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from sharding.stream.connections.placement import Placement, consumer_candidates
 from sharding.stream.protocol.constants import Broker
-from sharding.stream.routes.values import StreamRoute
+from sharding.stream.routes.values import Placement, StreamRoute, consumer_candidates
 
 A, B, C, D = (Broker(host, 5552) for host in "abcd")
 ROUTE = StreamRoute("s", A, (B, C, D))
