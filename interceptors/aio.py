@@ -369,10 +369,6 @@ class AioShardedConnection(WrappedConnection[AbstractConnection]):
     async def __aexit__(self, *problem: Any) -> None:
         await self._connection.__aexit__(*problem)
 
-    def __await__(self) -> Generator[Any, Any, AioShardedConnection]:
-        yield from self._connection.__await__()
-        return self
-
     def channel(self, *arguments: Any, **options: Any) -> AioShardedChannel:
         """As aio-pika's: await it, or enter it."""
         inner = self._connection.channel(*arguments, **options)

@@ -43,6 +43,9 @@ def _ordered(name: str) -> Callable[..., Any]:
 class DeferringChannel:
     """The channel as it is, with its calls in order; what is sharded is added on top of it."""
 
+    connection: Any
+    """pika's, or the `AsyncShardedConnection` that the channel is of."""
+
     def __init__(
         self, channel: Channel, topology: Topology, confirm_timeout: float, node: str | None
     ) -> None:

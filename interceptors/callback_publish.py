@@ -29,7 +29,7 @@ from sharding.errors import InvalidInput, WarrenError
 from sharding.maps.shard_map import Shard, ShardMap
 from sharding.metrics.sources import Subject
 from sharding.outcomes import PUBLISHING_COUNTED
-from sharding.publishing.addressing import addressed
+from sharding.publishing.addressing import addressed, headers_to
 
 logger = logging.getLogger("warren.channel")
 
@@ -188,8 +188,10 @@ class PublishingChannel(DeferringChannel):
         self._check_open()
         shard_map = self._map(exchange)
         if shard_map is not None:
-            self._check_available(shard_map, shard_map.shard_of(routing_key))
+            shard = shard_map.shard_of(routing_key)
+            self._check_available(shard_map, shard)
             rules.check_key(shard_map, routing_key)
+            headers_to(properties.headers if properties else None, shard.name)
         if properties is not None:  # the application may use its own again at once
             properties = copy.copy(properties)
             properties.headers = dict(properties.headers or {}) or None

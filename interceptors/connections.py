@@ -65,7 +65,9 @@ class ShardedConnection(WrappedConnection[pika.BlockingConnection]):
 
     def channel(self, channel_number: int | None = None) -> ShardedChannel:
         inner = self._connection.channel(channel_number)
-        return ShardedChannel(inner, self._topology, **self._options)
+        wrapped = ShardedChannel(inner, self._topology, **self._options)
+        wrapped.connection = self  # or a channel of it would not be sharded
+        return wrapped
 
 
 class AsyncShardedConnection(WrappedConnection[Connection]):
@@ -89,4 +91,5 @@ class AsyncShardedConnection(WrappedConnection[Connection]):
 
         inner = self._connection.channel(channel_number, opened)
         wrapped = AsyncShardedChannel(inner, self._topology, **self._options)
+        wrapped.connection = self
         return wrapped

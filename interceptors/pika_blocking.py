@@ -40,6 +40,8 @@ class ShardedChannel:
     """
 
     counted_as = Subject("channel")
+    connection: Any
+    """pika's, or the `ShardedConnection` that the channel is of."""
 
     def __init__(
         self,
@@ -301,11 +303,11 @@ class ShardedChannel:
             self._confirms.publish(exchange, routing_key, body, properties, mandatory)
             return
         shard = self._shard_for(shard_map, routing_key)
+        sent = addressed(properties, shard) if properties else self._bare(shard)
         if mandatory and not self._confirms.active:
             self._asked.note(shard_map.exchange, routing_key, _bytes(body))
         self._routed[shard_map.exchange] = shard_map
         try:
-            sent = addressed(properties, shard) if properties else self._bare(shard)
             self._confirms.publish(shard_map.exchange, routing_key, body, sent, True, mandatory)
         except (NackError, OutcomeUnknown):
             self._topology.suspect(shard)

@@ -24,8 +24,8 @@ class WarrenDataSource(DataSource):
         spark.readStream.format("warren").option("stream", "clicks").load()
         df.write.format("warren").option("superStream", "invoices").mode("append").save()
 
-    Options: to connect, `spark.options`; to read, `spark.read_options`; to write,
-    `spark.write_options`. Columns of the source: `spark.columns`.
+    Options: to connect, `spark.options.connect`; to read, `spark.options.read`; to write,
+    `spark.options.write`. Columns of the source: `spark.read.columns`.
 
     Nothing is asked of the cluster before a query is planned; the options are checked earlier.
     """

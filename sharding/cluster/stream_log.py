@@ -61,7 +61,7 @@ class LogFollower:
         await self._declare(session)
         self._writer = await session.channel()
         await self._writer.confirm_publishes()
-        if self._next_offset and await self._is_another_log(session):
+        if self._next_offset and await self._is_another_log(session, may_be_empty=True):
             self._begin_anew()
         await self._read_from(session, self._next_offset)
 
@@ -70,7 +70,7 @@ class LogFollower:
         last = await self._last_offset(session)
         looks = 1
         while last < self._next_offset - 1:
-            if await self._is_another_log(session):
+            if await self._is_another_log(session, may_be_empty=False):
                 self._begin_anew()
                 await self._read_from(session, 0)
             elif looks == LOOKS_AT_THE_END:
@@ -87,8 +87,11 @@ class LogFollower:
             self._hidden = False
             self._show()
 
-    async def _is_another_log(self, session: Session) -> bool:
-        """Whether somebody deleted the log and it was made again: its first record is another."""
+    async def _is_another_log(self, session: Session, *, may_be_empty: bool) -> bool:
+        """Whether somebody deleted the log and it was made again: its first record is another.
+
+        Of one that may be empty, silence says so; else a first record is on its way.
+        """
         first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def note(message: Message) -> None:
@@ -100,7 +103,7 @@ class LogFollower:
             await channel.qos(1)
             await channel.consume(LOG_QUEUE, note, arguments={"x-stream-offset": "first"})
             try:
-                async with asyncio.timeout(EMPTY_AFTER):
+                async with asyncio.timeout(EMPTY_AFTER if may_be_empty else None):
                     return await first != self._first_record
             except TimeoutError:
                 return True  # ours has a record at least; this one has none

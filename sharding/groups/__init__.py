@@ -1,7 +1,8 @@
 """Consumer groups: any number of workers share all shards of a logical queue or a super stream.
 
 `handling` runs handlers, `sharing` decides who holds what, `queues` and `streams` read. It may
-import `publishing`, `stream`, `cluster`, `amqp`, `maps`, `metrics.sources` and `errors`.
+import `publishing`, `stream`, `cluster`, `amqp`, `maps`, `metrics.sources`, `backoff` and
+`errors`.
 """
 
 from importlib import import_module

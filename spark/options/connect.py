@@ -61,7 +61,16 @@ class Login:
 
 @dataclass(frozen=True)
 class Credentials:
-    """Where user and password are found."""
+    """Who logs in, and where each process gets the password from.
+
+    In order: the options `user` and `password`; the files or the environment variable that the
+    options `userFile`, `passwordFile`, `passwordEnv` name; the environment variables `WARREN_USER`
+    and `WARREN_PASSWORD`; guest. Files and variables are those of the process that connects, so on
+    a cluster each executor needs them. Then nothing secret leaves the driver: this holds only
+    names, and what they lead to is looked up where a connection is made.
+
+    A password in an option travels with the tasks, since it has to. It is in no repr and no error.
+    """
 
     user: str | None = None
     user_file: str | None = None

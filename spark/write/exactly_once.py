@@ -246,7 +246,12 @@ def publish_task_rows(
     timeout: float,
 ) -> int:
     """Publish all rows; how many there are, if every one is stored. `WouldLoseRows` comes before
-    anything is published to any stream."""
+    anything is published to any stream.
+
+    All of a stream's rows are sent again in a replay, also those whose ids the broker knows: it
+    counts an id as known before the message is safe, and confirms a duplicate only when the
+    original is.
+    """
     counts = rows.counts
     with ExitStack() as opened:
         producers = {}

@@ -21,7 +21,7 @@ from interceptors import (
     ShardedChannel,
     ShardedConnection,
 )
-from sharding import Policy, Topology
+from sharding import InvalidInput, Policy, Topology
 from tests.cluster import Cluster
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
@@ -72,6 +72,7 @@ def test_blocking(cluster: Cluster, topology: Topology, images: str) -> None:
             channel.basic_publish(images, key, key.encode())
         numbered = connection.channel(7)
         assert (isinstance(numbered, ShardedChannel), int(numbered)) == (True, 7)
+        assert isinstance(channel.connection.channel(), ShardedChannel)  # as callbacks find it
         connection.process_data_events()
         assert connection.is_open  # whatever else it can do is the wrapped one's
         assert repr(inner) in repr(connection)
@@ -110,7 +111,12 @@ def test_callbacks(cluster: Cluster, topology: Topology, images: str) -> None:
             if not unconfirmed:
                 channel.connection.close()
 
+        assert isinstance(channel.connection, AsyncShardedConnection)
         channel.confirm_delivery(settle)
+        # Held back until the broker has answered; what can be said is said at once all the same.
+        copies = pika.BasicProperties(headers={"BCC": "audit"})
+        with pytest.raises(InvalidInput, match="must be a list of routing keys"):
+            channel.basic_publish(images, KEYS[0], b"", copies)
         for key in KEYS:
             channel.basic_publish(images, key, key.encode())
 

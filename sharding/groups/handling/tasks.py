@@ -1,4 +1,4 @@
-"""The tasks that run asynchronous handlers: what `runner` does with threads.
+"""The tasks that run asynchronous handlers: what `threads` does with threads.
 
 Everything here is called on one asyncio loop. A handler that takes longer than `handler_timeout` is
 cancelled; one that does not let itself be cancelled is lost, as a thread would be.

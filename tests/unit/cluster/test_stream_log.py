@@ -60,6 +60,8 @@ def record(offset: int) -> Message:
 class BusyReplica(Broker):
     """Hands three records out, and calls the second one its last for the first `late` times."""
 
+    first_record_after = 0.0
+
     def __init__(self, late: int) -> None:
         super().__init__()
         self._late = late
@@ -67,6 +69,9 @@ class BusyReplica(Broker):
 
     async def consume(self, _: str, on_message: Callable[[Message], None], **how: Any) -> None:
         records = [record(offset) for offset in range(3)]
+        if how["arguments"]["x-stream-offset"] == "first":
+            asyncio.get_running_loop().call_later(self.first_record_after, on_message, records[0])
+            return
         if how["arguments"]["x-stream-offset"] == "last":
             self.asked_for_the_end += 1
             records = records[1:2] if self.asked_for_the_end <= self._late else records[2:]
@@ -127,6 +132,12 @@ def caught_up_with(late: int) -> int:
 
 def test_a_replica_that_tells_of_its_last_record_late_is_asked_again() -> None:
     assert caught_up_with(late=0) == 1
+    assert caught_up_with(late=2) == 3
+
+
+def test_a_slow_replica_is_not_taken_for_another_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first record comes later than an empty log is waited for."""
+    monkeypatch.setattr(BusyReplica, "first_record_after", 20 * stream_log.EMPTY_AFTER)
     assert caught_up_with(late=2) == 3
 
 

@@ -1,9 +1,9 @@
 """The slot algorithm is pinned: a naive second implementation and committed vectors say the same.
 
 `tests/vectors/slots.json` was written by the naive implementation below, which follows the prose of
-`sharding/slots.py` and shares no code with it but mmh3. If a test here fails, the algorithm has
-changed, and with it the shard of keys in every running system: repair the code, not the file. To
-add cases run `python -m tests.unit.maps.test_slot_vectors`, and see that no old line changes.
+`sharding/maps/slots.py` and shares no code with it but mmh3. If a test here fails, the algorithm
+has changed, and with it the shard of keys in every running system: repair the code, not the file.
+To add cases run `python -m tests.unit.maps.test_slot_vectors`, and see that no old line changes.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def vectors() -> dict[str, Any]:
     """What the naive implementation says; this is what the file holds."""
     tables = {title: naive_owners(names) for title, names in SHARD_LISTS.items()}
     return {
-        "algorithm": "see sharding/slots.py; owners_sha256 is over the owners' names in the order "
-        "of the slots, joined by newlines, as UTF-8",
+        "algorithm": "see sharding/maps/slots.py; owners_sha256 is over the owners' names in the "
+        "order of the slots, joined by newlines, as UTF-8",
         "slots": {key: naive_slot(key) for key in KEYS},
         "tables": [
             {
