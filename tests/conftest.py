@@ -18,11 +18,14 @@ from tests.cluster.sources import choose
 from tests.support import run_report
 from tests.support.run_report import POOL, is_worker
 from tests.support.scheduling import ByGroup, in_order
+from tests.support.spark_home import spark_home
 
 OLDEST_VERSION = "3.10"
 
 # JVMs of tests live for a minute: compiling for speed would take half of their time on the CPU.
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+if "SPARK_HOME" not in os.environ and (home := spark_home()) is not None:
+    os.environ["SPARK_HOME"] = str(home)
 
 # The same examples in every run, however slow the machine: a failure is a change of the code.
 settings.register_profile(
