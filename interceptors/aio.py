@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Generator
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import Any, NoReturn, TypeVar
 
 import aiormq
 import aiormq.abc
@@ -25,18 +26,21 @@ from aio_pika.exceptions import ChannelInvalidStateError, ChannelPreconditionFai
 from aio_pika.tools import CallbackCollection
 
 from interceptors import rules
-from interceptors.aio_consumers import Consumers
+from interceptors.aio_consumers import Consumer, Consumers
 from interceptors.aio_objects import AskedReturns, OnMessage, Proxy, ShardedExchange, ShardedQueue
+from interceptors.calls import Calls
 from interceptors.connections import WrappedConnection
 from interceptors.rules import Placement
-from sharding.amqp.connected_node import REPLY_TO, node_at, node_with_token
+from sharding.amqp.connected_node import REPLY_TO
 from sharding.cluster.topology import Topology
-from sharding.errors import OutcomeUnknown, ShardUnavailable, Unreachable
+from sharding.errors import OutcomeUnknown
 from sharding.maps.shard_map import Route, ShardMap
 from sharding.metrics.sources import Subject
 from sharding.outcomes import PUBLISHING_COUNTED
 
 logger = logging.getLogger("warren.channel")
+
+T = TypeVar("T")
 
 
 class AioShardedChannel(Proxy):
@@ -60,18 +64,17 @@ class AioShardedChannel(Proxy):
     ) -> None:
         super().__init__(channel)
         self._topology = topology
-        self._placement = Placement(placement)
         self._confirm_timeout = confirm_timeout
         self._robust = isinstance(channel, AbstractRobustChannel)
-        self._connected_node = ConnectedNode(topology, node)
-        self._topology_is_ready = False
+        self._port = AioPort(channel, confirm_timeout)
+        self._calls = Calls(self._port, topology, placement, node)
         self._background: set[asyncio.Future[None]] = set()
         # Callbacks get this channel, not the wrapped one. The wrapped one knows them weakly.
         self.close_callbacks: CallbackCollection[Any, Any] = CallbackCollection(self)
         self.return_callbacks = AskedReturns(self)
         channel.close_callbacks.add(self.close_callbacks, weak=True)
         channel.return_callbacks.add(self.return_callbacks, weak=True)
-        self._consumers = Consumers(channel, topology, confirm_timeout)
+        self._consumers = Consumers(channel, self._port, topology, confirm_timeout)
         self.counters: dict[str, float] = dict.fromkeys(PUBLISHING_COUNTED, 0)
 
     def __await__(self) -> Generator[Any, Any, AioShardedChannel]:
@@ -102,30 +105,15 @@ class AioShardedChannel(Proxy):
         closing.add_done_callback(self._background.discard)
 
     async def _shard_map(self, logical: str) -> ShardMap | None:
-        if not self._topology_is_ready:
-            # The first read of the log may take a while; from then on it is in memory.
-            await asyncio.to_thread(getattr, self._topology, "state")
-            self._topology_is_ready = True
-        return self._topology.shard_map(logical)
+        return await self._calls.shard_map(logical)
 
     def explain(self, queue: str, key: str) -> Route | None:
         """Slot, shard, node and epoch of a key; None if the name is not sharded."""
         shard_map = self._topology.shard_map(queue)
         return None if shard_map is None else shard_map.route(key)
 
-    @asynccontextmanager
-    async def _deadline(self, timeout: float | None) -> AsyncIterator[None]:
-        """The application's timeout as aio-pika keeps it; without one, our own."""
-        limit = self._confirm_timeout if timeout is None else timeout
-        try:
-            async with asyncio.timeout(limit):
-                yield
-        except TimeoutError:
-            if timeout is not None:
-                raise
-            raise OutcomeUnknown(
-                f"the broker did not answer within {limit:g} s (confirm_timeout)"
-            ) from None
+    def _deadline(self, timeout: float | None) -> AbstractAsyncContextManager[None]:
+        return deadline(timeout, self._confirm_timeout)
 
     # Queues
 
@@ -157,9 +145,7 @@ class AioShardedChannel(Proxy):
             # aio-pika would declare the shard again at a reconnect, whatever node that leads to.
             options["robust"] = False
         async with self._deadline(timeout):
-            shard = rules.first_shard(shard_map, await self._here())
-            if shard is None:
-                await self._refuse(rules.no_shard(name))
+            shard = await self._calls.queue_to_declare(name)
             queue = await self._wrapped.declare_queue(shard, **flags, **options)
         return ShardedQueue(self, name, queue, kept=kept)
 
@@ -190,18 +176,21 @@ class AioShardedChannel(Proxy):
         kept: bool,
     ) -> str:
         """Consume from the least used shard, for the queue object of a logical name."""
+
+        async def place(shard: str) -> Consumer:
+            return await self._consumers.add(shard, wish, tag, kept)
+
         async with self._deadline(timeout):
-            shard, shards = await self._claim(shard_map)
-            return await self._consumers.add(shard, shards, wish, tag, kept)
+            consumer, _, shards = await self._calls.consume(shard_map, place)
+            self._consumers.settle(consumer, shards)
+            return consumer.tag
 
     async def _release(self, consumer_tag: str) -> Any:
         """The queue object to cancel a consumer of a shard with; None if it is no such consumer."""
         return await self._consumers.release(consumer_tag)
 
-    async def _queue_to_read(self, shard_map: ShardMap) -> Any:
-        shard, _ = await self._claim(shard_map)
-        self._topology.claims.settle(shard)
-        return await self._consumers.queue_of(shard)
+    async def _queue_to_read(self, logical: str) -> Any:
+        return await self._consumers.queue_of(await self._calls.queue_to_read(logical))
 
     async def consume_all(self, queue: str, callback: OnMessage, no_ack: bool = False) -> list[str]:
         """Consume from every shard, on whatever node, also from those that come later.
@@ -214,25 +203,6 @@ class AioShardedChannel(Proxy):
         wish = {"callback": callback, "no_ack": no_ack, "exclusive": False, "arguments": None}
         async with self._deadline(None):
             return await self._consumers.add_everywhere(queue, wish)
-
-    async def _here(self) -> str:
-        async with self._deadline(None):
-            return await self._connected_node.node_of(self._wrapped)
-
-    async def _claim(self, shard_map: ShardMap) -> tuple[str, list[str]]:
-        """The shard with the fewest consumers, claimed, and all that may be consumed from."""
-        here = None if self._placement is Placement.ANY else await self._here()
-        shards = rules.candidates(shard_map, here, self._placement)
-        counts = await asyncio.to_thread(self._topology.consumer_counts, shards) if shards else {}
-        if not counts:
-            await self._refuse(rules.no_shard(shard_map.logical))
-        shard = self._topology.claims.choose(counts)
-        if shard is None:
-            raise ShardUnavailable(
-                f"no shard of {shard_map.logical!r} on {here or 'any node'} answered; try again "
-                "when it is back"
-            )
-        return shard, shards
 
     # Exchanges
 
@@ -260,15 +230,22 @@ class AioShardedChannel(Proxy):
             "arguments": None if sharded else arguments,
             "timeout": timeout,
         }
-        shard_map = await self._shard_map(name)
-        if sharded and not passive:
-            if shard_map is not None:
-                # What is not equal to what is there is refused before the policy is changed.
-                await self._wrapped.declare_exchange(shard_map.exchange, **flags)
-            await self._ensure(name, arguments, durable)
+
+        async def declare(target: str) -> Any:
+            return await self._wrapped.declare_exchange(target, **flags)
+
+        if sharded:
+            declared = await self._calls.declare_exchange(
+                name, arguments, passive, durable, declare
+            )
+        else:
             shard_map = await self._shard_map(name)
-        target = name if shard_map is None else shard_map.exchange
-        return ShardedExchange(self, name, await self._wrapped.declare_exchange(target, **flags))
+            declared = await declare(name if shard_map is None else shard_map.exchange)
+        return ShardedExchange(self, name, declared)
+
+    @property
+    def default_exchange(self) -> Any:
+        return ShardedExchange(self, "", self._wrapped.default_exchange)
 
     async def get_exchange(self, name: str, *, ensure: bool = True) -> Any:
         if ensure:
@@ -284,37 +261,13 @@ class AioShardedChannel(Proxy):
         if_unused: bool = False,
         nowait: bool = False,
     ) -> Any:
-        shard_map = await self._shard_map(exchange_name)
-        target = exchange_name if shard_map is None else shard_map.exchange
+        async def delete(name: str) -> Any:
+            return await self._wrapped.exchange_delete(name, timeout, if_unused, nowait)
 
-        async def delete() -> Any:
-            return await self._wrapped.exchange_delete(target, timeout, if_unused, nowait)
-
-        return await self._stop_sharding(exchange_name, if_unused, delete)
+        return await self._calls.delete_exchange(exchange_name, if_unused, delete)
 
     async def _wrapped_exchange(self, name: str) -> Any:
         return await self._wrapped.get_exchange(name, ensure=False)
-
-    async def _stop_sharding(
-        self, logical: str, if_unused: bool, delete: Callable[[], Awaitable[Any]]
-    ) -> Any:
-        """Delete the exchange of a logical name. The shards stay, with what is in them."""
-        sharded = await self._shard_map(logical) is not None
-        # Nobody shall publish to what is about to go; but an exchange in use may not go at all.
-        if sharded and not if_unused:
-            await asyncio.to_thread(self._topology.forget, logical)
-        answer = await delete()
-        if sharded and if_unused:
-            await asyncio.to_thread(self._topology.forget, logical)
-        return answer
-
-    async def _ensure(self, logical: str, arguments: Any, durable: bool) -> None:
-        policy = rules.policy_of_arguments(logical, arguments, durable)
-        if policy is not None:
-            await asyncio.to_thread(self._topology.set_policy, policy)
-        elif await asyncio.to_thread(self._topology.policy_for, logical) is None:
-            raise rules.need_policy(logical)
-        await asyncio.to_thread(self._topology.ensure, logical)
 
     # Refusing
 
@@ -323,26 +276,80 @@ class AioShardedChannel(Proxy):
 
         A caller that waits for the broker's answer gets the error.
         """
+        if wait:
+            await self._calls.refuse_if_sharded(verb, queue)
+            return False
         if await self._shard_map(queue) is None:
             return False
-        await self._refuse(rules.refusal(verb, queue), wait=wait)
+        await self._port.start_refusing(rules.refusal(verb, queue))
         return True
 
-    async def _refuse(self, text: str, *, wait: bool = True) -> None:
-        """Let the broker close the channel with a genuine 406, and say the plugin's reason."""
-        async with self._deadline(None):
-            channel = await self._wrapped.get_underlay_channel()
-            closing: asyncio.Future[Any] = channel.closing
-            closing.add_done_callback(lambda closed: _give_reason(closed, text))
-            await channel.basic_ack(rules.NO_SUCH_DELIVERY, wait=False)
-            if not wait:
-                return
+
+@asynccontextmanager
+async def deadline(timeout: float | None, confirm_timeout: float) -> AsyncIterator[None]:
+    """The application's timeout as aio-pika keeps it; without one, our own."""
+    limit = confirm_timeout if timeout is None else timeout
+    try:
+        async with asyncio.timeout(limit):
+            yield
+    except TimeoutError:
+        if timeout is not None:
+            raise
+        raise OutcomeUnknown(
+            f"the broker did not answer within {limit:g} s (confirm_timeout)"
+        ) from None
+
+
+class AioPort:
+    """What calls need of an aio-pika channel (`calls.Port`)."""
+
+    def __init__(self, channel: Any, timeout: float) -> None:
+        self._channel = channel
+        self._timeout = timeout
+
+    async def wait(self, future: Future[T]) -> T:
+        # Not `wrap_future`: who stops waiting must not stop a change that may be half-way.
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+
+        def tell(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(done.set)
+
+        future.add_done_callback(tell)
+        await done.wait()
+        return future.result()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def refuse(self, text: str) -> NoReturn:
+        async with deadline(None, self._timeout):
+            closing = await self.start_refusing(text)
             await asyncio.wait({closing})
         problem = None if closing.cancelled() else closing.exception()
         if isinstance(problem, Exception):
             raise problem
         # The whole connection was closed at the same moment, in order.
-        raise ChannelInvalidStateError(f"{self!r} closed")
+        raise ChannelInvalidStateError(f"{self._channel!r} closed")
+
+    async def start_refusing(self, text: str) -> asyncio.Future[Any]:
+        """The same, and do not wait until the channel is closed."""
+        async with deadline(None, self._timeout):
+            channel = await self._channel.get_underlay_channel()
+            closing: asyncio.Future[Any] = channel.closing
+            closing.add_done_callback(lambda closed: _give_reason(closed, text))
+            await channel.basic_ack(rules.NO_SUCH_DELIVERY, wait=False)
+        return closing
+
+    async def connection(self) -> tuple[object, tuple[str, int] | None]:
+        async with deadline(None, self._timeout):
+            connection = (await self._channel.get_underlay_channel()).connection
+            return connection, await _peer_of(connection)
+
+    async def reply_to(self) -> str | None:
+        async with deadline(None, self._timeout):
+            return await _reply_to((await self._channel.get_underlay_channel()).connection)
 
 
 def _give_reason(closed: asyncio.Future[Any], text: str) -> None:
@@ -375,37 +382,6 @@ class AioShardedConnection(WrappedConnection[AbstractConnection]):
         return AioShardedChannel(inner, self._topology, **self._options)
 
 
-class ConnectedNode:
-    """Remembers the node of a connection, and finds it anew when a robust one made another.
-
-    Waits for the broker; the deadline is the caller's.
-    """
-
-    def __init__(self, topology: Topology, given: str | None) -> None:
-        self._topology = topology
-        self._given = given
-        self._found: tuple[aiormq.abc.AbstractConnection, str] | None = None
-        self._finding = asyncio.Lock()
-
-    async def node_of(self, channel: Any) -> str:
-        if self._given is not None:
-            return self._given
-        async with self._finding:
-            connection = (await channel.get_underlay_channel()).connection
-            if self._found is None or self._found[0] is not connection:
-                self._found = (connection, await self._find(connection))
-            return self._found[1]
-
-    async def _find(self, connection: aiormq.abc.AbstractConnection) -> str:
-        nodes = self._topology.nodes()
-        # In a thread, because it resolves the nodes' host names.
-        node = await asyncio.to_thread(node_at, await _peer_of(connection), nodes)
-        node = node or node_with_token(await _reply_to(connection), nodes)
-        if node is None:
-            raise Unreachable("the node of this connection is in no shard map; give node=…")
-        return node
-
-
 async def _peer_of(connection: aiormq.abc.AbstractConnection) -> tuple[str, int] | None:
     """The address that the connection's URL leads to, if it is one: aiormq shows no socket."""
     url = connection.url
@@ -420,7 +396,7 @@ async def _peer_of(connection: aiormq.abc.AbstractConnection) -> tuple[str, int]
     return (addresses.pop(), url.port) if len(addresses) == 1 else None
 
 
-async def _reply_to(connection: aiormq.abc.AbstractConnection) -> str:
+async def _reply_to(connection: aiormq.abc.AbstractConnection) -> str | None:
     """What the node writes into a reply-to; asked on a channel of its own."""
 
     async def ignore(_: Any) -> None: ...
@@ -435,7 +411,5 @@ async def _reply_to(connection: aiormq.abc.AbstractConnection) -> str:
         )
     finally:
         await channel.close()
-    reply_to = returned.header.properties.reply_to
-    if reply_to is None:
-        raise Unreachable("the broker did not say which node it is; give node=…")
-    return str(reply_to)
+    reply_to: str | None = returned.header.properties.reply_to
+    return reply_to

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,10 +29,11 @@ from aio_pika.abc import AbstractRobustChannel
 from aio_pika.exceptions import AMQPError
 from aio_pika.tools import CallbackCollection
 
+from interceptors.calls import Background, settle, shards_of
+from interceptors.rules import EveryShard, new_tag
 from sharding.backoff import Backoff
 from sharding.cluster.topology import Topology
 from sharding.errors import WarrenError
-from sharding.maps.consumer_spread import Looks, better_shard
 
 logger = logging.getLogger("warren.channel")
 
@@ -44,14 +45,21 @@ _FAILURES = (AMQPError, OSError, RuntimeError, WarrenError)
 
 @dataclass(eq=False)
 class Consumer:
+    home: Consumers
     shard: str
     wish: dict[str, Any]
     """What it was asked for with: callback, no_ack, exclusive, arguments."""
-    tag: str | None
+    tag: str
     kept: bool
     ended: bool = False
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
     settling: asyncio.Task[None] | None = None
+
+    def is_alive(self) -> bool:
+        return not self.ended
+
+    async def move(self, target: str) -> None:
+        await self.home.move(self, target)
 
     def settle_no_more(self) -> None:
         if self.settling is not None and not self.moving.locked():
@@ -64,14 +72,18 @@ class Everywhere:
 
     logical: str
     wish: dict[str, Any]
+    every: EveryShard = field(default_factory=EveryShard)
     consumers: dict[str, Consumer] = field(default_factory=dict)
 
 
 class Consumers:
     """All consumers that one channel has on shards."""
 
-    def __init__(self, channel: Any, topology: Topology, answer_timeout: float) -> None:
+    def __init__(
+        self, channel: Any, waits: Background, topology: Topology, answer_timeout: float
+    ) -> None:
         self._channel = channel
+        self._waits = waits
         self._topology = topology
         self._answer_timeout = answer_timeout
         self._by_tag: dict[str, Consumer] = {}
@@ -97,20 +109,13 @@ class Consumers:
 
     # Placing
 
-    async def add(
-        self, shard: str, shards: list[str], wish: dict[str, Any], tag: str | None, kept: bool
-    ) -> str:
-        """A consumer on a shard that was claimed for it, one of those that it may move to."""
-        consumer = Consumer(shard, wish, tag, kept)
-        try:
-            placed = await self._place(consumer)
-        finally:
-            self._topology.claims.settle(shard)
-        if not wish["exclusive"] and len(shards) > 1:
-            consumer.settling = asyncio.create_task(self._settle(consumer, shards))
+    async def add(self, shard: str, wish: dict[str, Any], tag: str | None, kept: bool) -> Consumer:
+        """A consumer on a shard."""
+        consumer = Consumer(self, shard, wish, tag or new_tag(), kept)
+        await self._place(consumer)
         if kept:
             self._keep()
-        return placed
+        return consumer
 
     async def add_everywhere(self, logical: str, wish: dict[str, Any]) -> list[str]:
         """Consume from every shard, also from those that come later, or come back."""
@@ -126,21 +131,23 @@ class Consumers:
         self._everywhere.append(new)
         self._keep()
         await self._look_after()
-        return [each.tag for each in new.consumers.values() if each.tag is not None]
+        return [each.tag for each in new.consumers.values() if each.tag in self._by_tag]
 
     async def queue_of(self, shard: str) -> Any:
         """aio-pika's object for a shard. Not declared: the manager does that."""
         return await self._channel.get_queue(shard, ensure=False)
 
-    async def _place(self, consumer: Consumer) -> str:
+    async def _place(self, consumer: Consumer) -> None:
         queue = await self.queue_of(consumer.shard)
-        tag: str = await queue.consume(consumer_tag=consumer.tag, **consumer.wish)
-        consumer.tag = tag
-        self._by_tag[tag] = consumer
-        return tag
+        await queue.consume(consumer_tag=consumer.tag, **consumer.wish)
+        self._by_tag[consumer.tag] = consumer
 
     async def release(self, tag: str) -> Any:
         """Forget a consumer that is to be cancelled; the queue object to cancel it with, if any."""
+        for each in self._everywhere:
+            each.every.cancelled(tag)
+            for one in each.consumers.values():
+                one.ended = one.ended or one.tag == tag
         consumer = self._by_tag.pop(tag, None)
         if consumer is None:
             return None
@@ -151,25 +158,21 @@ class Consumers:
 
     # Moving
 
-    async def _settle(self, consumer: Consumer, shards: list[str]) -> None:
-        looks = Looks()
-        while (pause := looks.pause(self._random.random())) is not None and not consumer.ended:
-            await asyncio.sleep(pause)
-            try:
-                counts = await asyncio.to_thread(self._topology.consumer_counts, shards)
-                target = better_shard(consumer.shard, counts, self._random.random)
-                if target is not None:
-                    await self._move(consumer, target)
-            except _FAILURES as error:
-                logger.debug("a consumer stays on %r: %s", consumer.shard, error)
-                return
-            looks.seen(counts, moved=target is not None)
+    def settle(self, consumer: Consumer, shards: Collection[str]) -> None:
+        """Look after a new consumer, which may move to one of these shards."""
+        if not consumer.wish["exclusive"] and len(shards) > 1:
+            consumer.settling = asyncio.create_task(self._settle(consumer, shards))
 
-    async def _move(self, consumer: Consumer, target: str) -> None:
+    async def _settle(self, consumer: Consumer, shards: Collection[str]) -> None:
+        try:
+            await settle(self._waits, self._topology, consumer, shards)
+        except _FAILURES as error:
+            logger.debug("a consumer stays on %r: %s", consumer.shard, error)
+
+    async def move(self, consumer: Consumer, target: str) -> None:
         async with consumer.moving:
             if consumer.ended or not await self._is_consuming(consumer):
                 return
-            logger.info("moving a consumer from %r to %r, which has fewer", consumer.shard, target)
             queue = await self.queue_of(consumer.shard)
             async with asyncio.timeout(self._answer_timeout):
                 # What is delivered until the broker says cancel-ok still reaches the callback.
@@ -235,7 +238,7 @@ class Consumers:
             if not missing:
                 return
             shards = {consumer.shard for consumer in missing}
-            counts = await asyncio.to_thread(self._topology.consumer_counts, shards)
+            counts = await self._waits.wait(self._topology.futures.consumer_counts(shards))
             for consumer in missing:
                 async with consumer.moving:
                     answers = counts.get(consumer.shard) is not None
@@ -245,11 +248,10 @@ class Consumers:
 
     def _add_new_shards(self) -> None:
         for each in self._everywhere:
-            shard_map = self._topology.shard_map(each.logical)
-            for shard in shard_map.shards if shard_map else ():
-                if shard.name not in each.consumers:
-                    new = Consumer(shard.name, each.wish, tag=None, kept=True)
-                    each.consumers[shard.name] = new
+            for shard in each.every.missing(shards_of(self._topology, each.logical)):
+                if shard not in each.consumers:
+                    tag = each.every.tags[shard]
+                    each.consumers[shard] = Consumer(self, shard, each.wish, tag, kept=True)
 
     # Ending
 

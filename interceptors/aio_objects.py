@@ -124,7 +124,7 @@ class ShardedQueue(Proxy):
         if shard_map is None:
             return await self._wrapped.get(no_ack=no_ack, fail=fail, timeout=timeout)
         async with self._owner._deadline(timeout):
-            queue = await self._owner._queue_to_read(shard_map)
+            queue = await self._owner._queue_to_read(self._logical)
             return await queue.get(no_ack=no_ack, fail=fail, timeout=None)
 
     def iterator(self, **options: Any) -> Any:
@@ -176,9 +176,10 @@ class ShardedExchange(Proxy):
         shard_map = await self._owner._shard_map(self._logical)
         if shard_map is None:
             mandatory = mandatory or self._owner._topology.may_drop(self._logical, routing_key)
-            return await self._wrapped.publish(
+            publishing = self._wrapped.publish(
                 message, routing_key, mandatory=mandatory, immediate=immediate, timeout=timeout
             )
+            return await counted(self._owner.counters, publishing)
         sending = _Sending(self, message, routing_key, mandatory, immediate)
         try:
             async with self._owner._deadline(timeout):
@@ -193,7 +194,7 @@ class ShardedExchange(Proxy):
 
     async def _publish_again(self, sending: _Sending, shard_map: ShardMap) -> Any:
         """A return that the application did not ask for: the map may be old, so look again."""
-        await asyncio.to_thread(self._owner._topology.refresh)
+        await self._owner._port.wait(self._owner._topology.futures.refresh())
         fresh = await self._owner._shard_map(self._logical)
         if fresh is not None and fresh != shard_map:
             result = await sending.to_shard_in(fresh)
@@ -205,16 +206,36 @@ class ShardedExchange(Proxy):
         )
 
     async def delete(self, if_unused: bool = False, timeout: float | None = None) -> Any:
-        async def delete() -> Any:
+        async def delete(_: str) -> Any:
             return await self._wrapped.delete(if_unused, timeout)
 
-        return await self._owner._stop_sharding(self._logical, if_unused, delete)
+        return await self._owner._calls.delete_exchange(self._logical, if_unused, delete)
 
     async def exchange_of(self, shard_map: ShardMap) -> Any:
         """aio-pika's object for the exchange that the shards are bound to."""
         if self._wrapped.name == shard_map.exchange:
             return self._wrapped
         return await self._owner._wrapped_exchange(shard_map.exchange)
+
+
+async def counted(counters: dict[str, float], publishing: Awaitable[Any]) -> Any:
+    """Wait for a publish, and count what became of it."""
+    counters["published"] += 1
+    outcome = "unknown"  # as long as nothing else is known, also when it is cancelled
+    result = None
+    try:
+        result = await publishing
+        outcome = "returned" if _came_back(result) else "confirmed"
+    except PublishError:
+        outcome = "returned"
+        raise
+    except DeliveryError:
+        outcome = "nacked"
+        raise
+    finally:
+        if outcome != "confirmed" or result is not None:  # None: a channel without confirms
+            counters[outcome] += 1
+    return result
 
 
 class _Sending:
@@ -254,27 +275,21 @@ class _Sending:
         unasked = self._owner.return_callbacks.unasked
         if not self._mandatory:
             unasked.add(sent.properties.message_id)
-        self._owner.counters["published"] += 1
-        outcome = "unknown"  # as long as nothing else is known, also when it is cancelled
+        publishing = exchange.publish(
+            sent, self._routing_key, mandatory=True, immediate=self._immediate
+        )
         try:
-            result = await exchange.publish(
-                sent, self._routing_key, mandatory=True, immediate=self._immediate
-            )
-            outcome = "returned" if _came_back(result) else "confirmed"
+            result = await counted(self._owner.counters, publishing)
         except PublishError as error:
-            outcome = "returned"
             self.suspect()
             if self._mandatory:
                 raise
             return error.message
         except DeliveryError:
-            outcome = "nacked"
             self.suspect()
             raise
         finally:
             unasked.discard(sent.properties.message_id)
-            if outcome != "confirmed" or result is not None:  # None: a channel without confirms
-                self._owner.counters[outcome] += 1
         if _came_back(result):
             self.suspect()
         return result

@@ -1,4 +1,4 @@
-"""What the wrapper of pika's asynchronous channel is made of: order, hops, settling.
+"""How coroutines of `calls` run on pika's loops: step by step, and no call overtaking another.
 
 Everything here runs on the connection's I/O loop, except where it says otherwise, and nothing
 blocks it. pika's adapters differ in their loops; what they have in common is how the connection
@@ -7,77 +7,158 @@ itself calls later and from other threads, so that is what is used.
 
 from __future__ import annotations
 
-import logging
-import random
-import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-import pika
 from pika.spec import Basic
 
-from sharding.amqp.connected_node import REPLY_TO
-from sharding.cluster.topology import Topology
 from sharding.errors import Unreachable
-from sharding.maps.consumer_spread import Looks, better_shard
 
-logger = logging.getLogger("warren.channel")
+T = TypeVar("T")
 
 Done = Callable[[], None]
 Step = Callable[[Done], None]
 """A call whose turn has come; it says when the next one may have its own."""
+Work = Coroutine["Answer[Any]", None, T]
+"""A coroutine that waits for nothing but answers."""
 
 _MOST_WAITING = 100_000
 
 
-ANSWER_TIMEOUT = 30.0
-"""How long calls wait behind a consume that the broker does not answer."""
+class Answer(Generic[T]):
+    """What a coroutine waits for on the loop. The first answer counts."""
+
+    def __init__(self) -> None:
+        self._given: list[T] = []
+        self._then: Callable[[], None] | None = None
+
+    def give(self, answer: T) -> None:
+        if not self._given:
+            self._given.append(answer)
+            if self._then is not None:
+                self._then()
+
+    def then(self, go_on: Callable[[], None]) -> None:
+        self._then = go_on
+
+    def __await__(self) -> Generator[Answer[T], None, T]:
+        if not self._given:
+            yield self
+        return self._given[0]
 
 
-def later(connection: Any, seconds: float, work: Callable[[], None]) -> None:
-    """Run `work` on the connection's loop after a while."""
-    connection._adapter_call_later(seconds, work)
+class Steps:
+    """Runs coroutines on a loop, each until it waits for an `Answer`, and on when that is given.
 
+    `hop` runs a function on the loop and may be called on any thread; `call_later` is the loop's.
+    """
 
-def on_loop(connection: Any, call: Callable[[], None]) -> None:
-    """Run `call` on the connection's loop; may be called on any thread."""
-    # A loop that has been closed refuses, each kind in its own way, and nobody waits there.
-    with suppress(Exception):
-        connection._adapter_add_callback_threadsafe(call)
+    def __init__(
+        self,
+        hop: Callable[[Callable[[], None]], Any],
+        call_later: Callable[[float, Callable[[], None]], Any],
+    ) -> None:
+        self._hop = hop
+        self._call_later = call_later
+        self._running: set[Work[Any]] = set()
 
+    def run(
+        self,
+        work: Work[T],
+        on_failure: Callable[[Exception], None],
+        then: Callable[[T], None] = lambda _: None,
+    ) -> None:
+        """Begin with `work`. What it raises before it first waits is raised here.
 
-def off_loop(
-    connection: Any, work: Callable[[], Any], then: Callable[[Any, Exception | None], None]
-) -> None:
-    """Do blocking `work` in a thread of its own, then call `then(result, error)` on the loop."""
+        `then` gets its result, and is the caller's own: what it raises is no failure of the work.
+        """
+        self._running.add(work)
+        self._step(work, on_failure, then, at_once=True)
 
-    def run() -> None:
-        result, problem = None, None
+    def _step(
+        self,
+        work: Work[T],
+        on_failure: Callable[[Exception], None],
+        then: Callable[[T], None],
+        at_once: bool = False,
+    ) -> None:
+        if work not in self._running:
+            return
         try:
-            result = work()
+            answer = work.send(None)
+        except StopIteration as end:
+            result: T = end.value
         except Exception as error:
-            problem = error
-        on_loop(connection, lambda: then(result, problem))
+            self._running.discard(work)
+            if at_once:
+                raise
+            on_failure(error)
+            return
+        else:
+            if work in self._running:
+                answer.then(lambda: self._step(work, on_failure, then))
+            else:  # stopped by what it did itself
+                work.close()
+            return
+        self._running.discard(work)
+        then(result)
 
-    threading.Thread(target=run, name="warren-work", daemon=True).start()
+    def stop(self) -> None:
+        """The channel is gone: nothing goes on, and what was claimed is given up."""
+        ended, self._running = self._running, set()
+        for work in ended:
+            with suppress(ValueError):  # it is at work itself, and is closed when it waits
+                work.close()
+
+    def on_loop(self, call: Callable[[], None]) -> None:
+        """Run `call` on the loop; may be called on any thread."""
+        # A loop that has been closed refuses, each kind in its own way, and nobody waits there.
+        with suppress(Exception):
+            self._hop(call)
+
+    async def wait(self, future: Future[T]) -> T:
+        """The result of a future that another thread completes."""
+        done: Answer[None] = Answer()
+        future.add_done_callback(lambda _: self.on_loop(lambda: done.give(None)))
+        await done
+        return future.result()
+
+    async def sleep(self, seconds: float) -> None:
+        over: Answer[None] = Answer()
+        self._call_later(seconds, lambda: over.give(None))
+        await over
 
 
-def answered(
-    connection: Any, timeout: float, late: Any, then: Callable[[Any], None]
-) -> Callable[[Any], None]:
-    """A function that hands the first answer to `then`; after `timeout` that is `late`."""
-    given: list[Any] = []
+def at_once(work: Coroutine[Any, None, T]) -> T:
+    """The result of a coroutine whose port blocks, so that it never waits."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("a call of a blocking channel waited")
 
-    def give(answer: Any) -> None:
-        if not given:
-            given.append(answer)
-            connection._adapter_remove_timeout(timer)
-            then(answer)
 
-    timer = connection._adapter_call_later(timeout, lambda: give(late))
-    return give
+class Wake:
+    """Something may have changed: whoever waits for it goes on, and else the next who waits."""
+
+    def __init__(self) -> None:
+        self._changed = False
+        self._awaited: Answer[None] | None = None
+
+    def __call__(self) -> None:
+        self._changed = True
+        if self._awaited is not None:
+            self._awaited.give(None)
+
+    async def wait(self) -> None:
+        if not self._changed:
+            self._awaited = Answer()
+            await self._awaited
+        self._changed = False
 
 
 class CallOrder:
@@ -119,19 +200,18 @@ class CallOrder:
 
     def _start(self, step: Step) -> None:
         turn = self._current = object()
-
-        def done() -> None:
-            if self._current is turn:
-                self._current = None
-                # Not deeper and deeper, where call after call is through at once.
-                if not self._going_on:
-                    self._go_on()
-
         try:
-            step(done)
+            step(lambda: self._through(turn))
         except BaseException:
             self._current = None
             raise
+
+    def _through(self, turn: object) -> None:
+        if self._current is turn:
+            self._current = None
+            # Not deeper and deeper, where call after call is through at once.
+            if not self._going_on:
+                self._go_on()
 
     def _go_on(self) -> None:
         self._going_on = True
@@ -153,106 +233,3 @@ class InTurn(Basic.Ack):
     """
 
     synchronous: Any = True
-
-
-def ask_reply_to(connection: Any, timeout: float, then: Callable[[str | None], None]) -> None:
-    """What the connected node writes into a reply-to, asked on a channel of its own; else None."""
-
-    def ask(opened: Any) -> None:
-        opened.basic_consume(REPLY_TO, lambda *_: None, auto_ack=True)
-        opened.basic_publish(
-            "", "warren.nobody", b"", pika.BasicProperties(reply_to=REPLY_TO), mandatory=True
-        )
-
-    def finish(reply_to: str | None) -> None:
-        if not (channel.is_closed or channel.is_closing):
-            channel.close()
-        then(reply_to)
-
-    channel = connection.channel(on_open_callback=ask)
-    give = answered(connection, timeout, None, finish)
-    channel.add_on_return_callback(lambda _, __, properties, ___: give(properties.reply_to))
-    channel.add_on_close_callback(lambda *_: give(None))
-
-
-class Settling:
-    """Looks after a new consumer for a while: a herd that chose the same shard spreads out.
-
-    To move is to cancel and to consume again under the same tag, by the bare methods: for pika the
-    consumer is there all the time, so that what is delivered until cancel-ok reaches the
-    application. `basic_cancel` would drop it, and with auto_ack it would be lost.
-    """
-
-    def __init__(
-        self,
-        channel: Any,
-        topology: Topology,
-        order: CallOrder,
-        consume: Basic.Consume,
-        shards: list[str],
-    ) -> None:
-        self._channel = channel
-        self._topology = topology
-        self._order = order
-        self._consume = consume
-        self._shards = shards
-        self._random = random.Random()
-        self._looks = Looks()
-        # The same tag may be used again for another consumer; the callback tells them apart.
-        self._callback = channel._consumers.get(consume.consumer_tag)
-
-    def look_later(self) -> None:
-        pause = self._looks.pause(self._random.random())
-        if pause is not None and self._alive():
-            self._channel.connection._adapter_call_later(pause, self._count)
-
-    def _alive(self) -> bool:
-        tag = self._consume.consumer_tag
-        return (
-            bool(self._channel.is_open)
-            and self._callback is not None
-            and self._channel._consumers.get(tag) is self._callback
-            and tag not in self._channel._cancelled
-        )
-
-    def _count(self) -> None:
-        if self._alive():
-            connection = self._channel.connection
-            self._topology.when_counted(
-                self._shards,
-                lambda counts: on_loop(connection, lambda: self._decide(counts)),
-            )
-
-    def _decide(self, counts: dict[str, int | None]) -> None:
-        if not self._alive():
-            return
-        target = better_shard(str(self._consume.queue), counts, self._random.random)
-        self._looks.seen(counts, moved=target is not None)
-        if target is None:
-            self.look_later()
-        else:
-            self._order.run(lambda done: self._move(target, done))
-
-    def _move(self, target: str, done: Done) -> None:
-        """Every call on the channel waits meanwhile: a cancel must find the consumer."""
-        if not self._alive():
-            done()
-            return
-        logger.info("moving a consumer from %r to %r, which has fewer", self._consume.queue, target)
-        tag = {"consumer_tag": self._consume.consumer_tag}
-        # A node that hangs never answers; the calls behind the move then go on without it.
-        go_on = answered(self._channel.connection, ANSWER_TIMEOUT, None, lambda _: done())
-
-        def cancelled(_: Any) -> None:
-            if not self._alive():
-                go_on(None)
-                return
-            self._consume.queue = target
-            self._channel._rpc(self._consume, consumed, [(Basic.ConsumeOk, tag)])
-
-        def consumed(frame: Any) -> None:
-            go_on(frame)
-            self.look_later()
-
-        cancel = Basic.Cancel(consumer_tag=self._consume.consumer_tag, nowait=False)
-        self._channel._rpc(cancel, cancelled, [(Basic.CancelOk, tag)])

@@ -12,22 +12,29 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import pika
 from pika.channel import Channel
 from pika.exceptions import ChannelClosedByBroker, ChannelWrongStateError
 
 from interceptors import rules
-from interceptors.call_order import CallOrder, Done, InTurn, Step, ask_reply_to, off_loop
-from sharding.amqp.connected_node import node_at, node_with_token, peer_of
+from interceptors.call_order import Answer, CallOrder, Done, InTurn, Steps, Work
+from interceptors.calls import Calls
+from interceptors.rules import Placement
+from sharding.amqp.connected_node import REPLY_TO, peer_of
 from sharding.cluster.topology import Topology
-from sharding.errors import Unreachable
 from sharding.maps.shard_map import ShardMap
 
 logger = logging.getLogger("warren.channel")
 
+T = TypeVar("T")
+
 OnMessage = Callable[[Any, Any, pika.BasicProperties, bytes], Any]
+OnFrame = Callable[[Any], Any]
+
+ANSWER_TIMEOUT = 30.0
+"""How long calls wait behind one that the broker does not answer."""
 
 
 def _ordered(name: str) -> Callable[..., Any]:
@@ -47,26 +54,31 @@ class DeferringChannel:
     """pika's, or the `AsyncShardedConnection` that the channel is of."""
 
     def __init__(
-        self, channel: Channel, topology: Topology, confirm_timeout: float, node: str | None
+        self,
+        channel: Channel,
+        topology: Topology,
+        placement: Placement | str,
+        confirm_timeout: float,
+        node: str | None,
     ) -> None:
         # pika's own bookkeeping, which has no public face.
         self._inner: Any = channel
         self._channel = channel
         self._topology = topology
-        self._confirm_timeout = confirm_timeout
-        self._node = node
         self._order = CallOrder(self._fail)
+        connection: Any = channel.connection
+        self._steps = Steps(
+            connection._adapter_add_callback_threadsafe, connection._adapter_call_later
+        )
+        port = CallbackPort(connection, self._steps, self._refuse, confirm_timeout)
+        self._calls = Calls(port, topology, placement, node)
         self._refusal: str | None = None
         self._close_asked = False
         self._close_callbacks: list[Callable[..., Any]] = []
-        self._at_close: list[Callable[[], None]] = []
+        self._at_close: list[Callable[[], None]] = [self._steps.stop]
         channel.add_on_close_callback(self._on_close)
-        self._ready = True
-        try:
-            topology.wait_until_ready(0)
-        except Unreachable:
-            self._ready = False
-            self._order.run(self._wait_for_topology)
+        if not topology.is_ready:
+            self._run(self._wait_for_topology)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
@@ -157,31 +169,41 @@ class DeferringChannel:
 
         return self._order.run(step)
 
-    def _after(self, work: Callable[[], Any], then: Callable[[], Any]) -> Step:
-        """A call that has to wait for blocking work, which is done in another thread."""
+    def _run(
+        self,
+        call: Callable[[Done], Work[T]],
+        then: Callable[[T], Any] | None = None,
+    ) -> None:
+        """Make a call in its turn, and be through with it when it ends, or says so before.
+
+        `then` is the application's, and gets the call's result.
+        """
 
         def step(done: Done) -> None:
-            def go_on(error: Exception | None) -> None:
-                if error is not None:
-                    raise error
-                then()
+            def through(result: T) -> None:
                 done()
+                if then is not None:
+                    then(result)
 
-            off_loop(
-                self._channel.connection,
-                work,
-                lambda _, error: self._resume(lambda: go_on(error)),
-            )
+            self._steps.run(call(done), self._fail, through)
 
-        return step
+        self._order.run(step)
 
-    def _resume(self, call: Callable[[], None]) -> None:
-        """Go on with what was deferred, unless the channel is gone."""
-        if self._channel.is_open:
-            try:
-                call()
-            except Exception as error:
-                self._fail(error)
+    async def _ask(
+        self, through: Done, method: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
+        """Call a method of the channel that has a `callback`; the frame that answers it.
+
+        A node that hangs never answers; the calls behind this one then go on without it.
+        """
+        connection: Any = self._channel.connection
+        answer: Answer[Any] = Answer()
+        timer = connection._adapter_call_later(ANSWER_TIMEOUT, through)
+        try:
+            method(*arguments, **options, callback=answer.give)
+            return await answer
+        finally:
+            connection._adapter_remove_timeout(timer)
 
     def _check_open(self) -> None:
         if self._close_asked and self._channel.is_open:
@@ -189,48 +211,55 @@ class DeferringChannel:
         self._inner._raise_if_not_open()
 
     def _map(self, name: str | None) -> ShardMap | None:
-        # To ask a topology that is not ready would block.
-        return self._topology.shard_map(name) if name and self._ready else None
+        # To ask a topology that is not ready would block; while it is not, no call has its turn.
+        return self._topology.shard_map(name) if name and self._topology.is_ready else None
 
-    def _wait_for_topology(self, done: Done) -> None:
-        def ready() -> None:
-            self._ready = True
+    async def _wait_for_topology(self, _: Done) -> None:
+        await self._steps.wait(self._topology.futures.ready(self._topology.options.start_timeout))
 
-        timeout = self._topology.options.connect_timeout * 2
-        self._after(lambda: self._topology.wait_until_ready(timeout), ready)(done)
 
-    def _locate(self, then: Callable[[], None]) -> None:
-        """Call `then` when the node that the connection is on is known."""
-        if self._node is not None:
-            then()
-            return
-        connection = self._channel.connection
-        peer = peer_of(connection)
+class CallbackPort:
+    """What calls need of a callback channel (`calls.Port`)."""
 
-        def known(node: str | None) -> None:
-            self._node = node
-            if node is None:
-                raise Unreachable("the node of this connection is in no shard map; give node=…")
-            then()
+    def __init__(
+        self,
+        connection: Any,
+        steps: Steps,
+        refuse: Callable[[str], None],
+        timeout: float,
+    ) -> None:
+        self._connection = connection
+        self._refuse = refuse
+        self._timeout = timeout
+        self.wait = steps.wait
 
-        def replied(reply_to: str | None) -> None:
-            known(node_with_token(reply_to, self._topology.nodes()) if reply_to else None)
+    async def refuse(self, text: str) -> NoReturn:
+        self._refuse(text)
+        # The channel closes, and ends whatever waits on it.
+        await Answer[None]()
+        raise AssertionError
 
-        def looked_up(node: str | None, error: Exception | None) -> None:
-            if error is not None:
-                raise error
-            if node is not None:
-                known(node)
-            else:
-                ask_reply_to(
-                    connection,
-                    self._confirm_timeout,
-                    lambda reply_to: self._resume(lambda: replied(reply_to)),
-                )
+    async def connection(self) -> tuple[object, tuple[str, int] | None]:
+        return self._connection, peer_of(self._connection)
 
-        # A node's address may be a name, and looking that up may take its time.
-        off_loop(
-            connection,
-            lambda: node_at(peer, self._topology.nodes()),
-            lambda node, error: self._resume(lambda: looked_up(node, error)),
+    async def reply_to(self) -> str | None:
+        answer: Answer[str | None] = Answer()
+
+        def ask(opened: Any) -> None:
+            opened.basic_consume(REPLY_TO, lambda *_: None, auto_ack=True)
+            opened.basic_publish(
+                "", "warren.nobody", b"", pika.BasicProperties(reply_to=REPLY_TO), mandatory=True
+            )
+
+        channel = self._connection.channel(on_open_callback=ask)
+        channel.add_on_return_callback(
+            lambda _, __, properties, ___: answer.give(properties.reply_to)
         )
+        channel.add_on_close_callback(lambda *_: answer.give(None))
+        timer = self._connection._adapter_call_later(self._timeout, lambda: answer.give(None))
+        try:
+            return await answer
+        finally:
+            self._connection._adapter_remove_timeout(timer)
+            if channel.is_open:
+                channel.close()

@@ -22,8 +22,10 @@ from pika.channel import Channel
 from pika.spec import Basic
 
 from interceptors import rules
-from interceptors.call_order import Done, off_loop
-from interceptors.callback_base import DeferringChannel
+from interceptors.call_order import Done
+from interceptors.callback_base import DeferringChannel, OnFrame
+from interceptors.calls import send_again
+from interceptors.rules import Placement, Returned, Stray
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, WarrenError
 from sharding.maps.shard_map import Shard, ShardMap
@@ -32,10 +34,6 @@ from sharding.outcomes import PUBLISHING_COUNTED
 from sharding.publishing.addressing import addressed, headers_to
 
 logger = logging.getLogger("warren.channel")
-
-OnFrame = Callable[[Any], Any]
-
-_MOST_STRAYS = 10_000
 
 Content = tuple[str, str, int]
 
@@ -127,21 +125,24 @@ class PublishingChannel(DeferringChannel):
     counted_as = Subject("channel")
 
     def __init__(
-        self, channel: Channel, topology: Topology, confirm_timeout: float, node: str | None
+        self,
+        channel: Channel,
+        topology: Topology,
+        placement: Placement | str,
+        confirm_timeout: float,
+        node: str | None,
     ) -> None:
         if channel.callbacks.pending(channel.channel_number, Basic.Ack):
             raise InvalidInput("channel", "must be wrapped before confirm_delivery()", channel)
-        super().__init__(channel, topology, confirm_timeout, node)
+        super().__init__(channel, topology, placement, confirm_timeout, node)
         self._return_callbacks: list[Callable[..., Any]] = []
         self._confirm_callbacks: list[OnFrame] = []
         self._unconfirmed: Unconfirmed | None = None
         self._published = 0
         self._transacting = False
-        self._asked = rules.AskedReturns()
-        self._published_again = rules.AskedReturns()
-        # The newest map used for a logical name, and the one before it.
-        self._used: dict[str, tuple[ShardMap, ShardMap]] = {}
-        self._strays: list[tuple[str, str, pika.BasicProperties, bytes]] = []
+        self._returns = rules.Returns()
+        self._strays: list[Stray] = []
+        self._at_close.append(self._log_strays)
         channel.add_on_return_callback(self._on_return)
 
     @property
@@ -223,10 +224,8 @@ class PublishingChannel(DeferringChannel):
                 content = content_of(shard_map.exchange, routing_key, body)
                 publication = Publication(content, shard.name, mandatory)
             elif mandatory:
-                self._asked.note(shard_map.exchange, routing_key, body)
-            newest, _ = self._used.get(exchange, (None, None))
-            if newest is not shard_map:
-                self._used[exchange] = (shard_map, newest or shard_map)
+                self._returns.ask(shard_map.exchange, routing_key, body)
+            self._returns.used(shard_map)
         self._published += 1
         if self._unconfirmed is not None:
             self._unconfirmed.sent(publication)
@@ -257,52 +256,39 @@ class PublishingChannel(DeferringChannel):
     def _asked_for(self, method: Any, properties: pika.BasicProperties, body: bytes) -> bool:
         """Whether the application asked for this return; if not, it is dealt with here."""
         what = (method.exchange, method.routing_key, body)
-        used = next((map_ for map_, _ in self._used.values() if map_.exchange == what[0]), None)
+        used = self._returns.map_of(method.exchange)
         if used is None:
             return True
         publication = self._unconfirmed.returned(content_of(*what)) if self._unconfirmed else None
-        if publication.asked if publication else self._asked.take(*what):
+        if publication is not None and publication.asked:
+            return True
+        verdict = Returned.UNSTORED if publication else self._returns.came_back(*what)
+        if verdict is Returned.ASKED:
             return True
         self._suspect(used.shard_of(method.routing_key).name)
-        if (
-            publication
-            or self._transacting
-            or self._published_again.take(*what)
-            or len(self._strays) >= _MOST_STRAYS
-        ):
-            self._log_unstored(used.logical, method.routing_key)
+        full = self._transacting or len(self._strays) >= rules.MOST_STRAYS
+        if verdict is Returned.UNSTORED or full:
+            logger.error("%s", rules.unstored(used.logical, method.routing_key))
             return False
-        self._strays.append((used.logical, method.routing_key, properties, body))
+        self._strays.append(Stray(used.logical, method.routing_key, properties, body))
         if len(self._strays) == 1:
-            off_loop(
-                self._channel.connection,
-                self._topology.refresh,
-                lambda *_: self._resume(self._publish_strays),
+            again = send_again(
+                self._steps, self._topology, self._returns, self._strays, self._publish_stray
             )
+            self._steps.run(again, self._fail)
         return False
 
-    def _publish_strays(self) -> None:
-        """The map may have been old: what belongs elsewhere by now is sent there, once."""
-        strays, self._strays = self._strays, []
-        for logical, key, properties, body in strays:
-            shard_map: ShardMap | None = None
-            with suppress(WarrenError):
-                shard_map = self._topology.shard_map(logical)
-            tried = {used.shard_of(key).name for used in self._used.get(logical, ())}
-            now = shard_map.shard_of(key).name if shard_map else None
-            if shard_map is None or now is None or tried <= {now} or self._unconfirmed is not None:
-                self._log_unstored(logical, key)
-                continue
-            self._published_again.note(shard_map.exchange, key, body)
-            sent = addressed(properties, now)
-            self._in_order(self._channel.basic_publish, shard_map.exchange, key, body, sent, True)
+    def _log_strays(self) -> None:
+        for stray in self._strays:
+            logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
 
-    def _log_unstored(self, logical: str, key: str) -> None:
-        logger.error(
-            "a message with key %r came back: its shard is not bound to %r; it is not stored",
-            key,
-            logical,
-        )
+    def _publish_stray(self, shard_map: ShardMap, shard: str, stray: Stray) -> None:
+        if self._unconfirmed is not None:  # by now: one more would change the application's tags
+            logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
+            return
+        sent = addressed(stray.properties, shard)
+        publish = self._channel.basic_publish
+        self._in_order(publish, shard_map.exchange, stray.routing_key, stray.body, sent, True)
 
     def _suspect(self, shard: str) -> None:
         with suppress(WarrenError):  # the maps may be stale, and nobody here could act on that

@@ -6,29 +6,39 @@ Whatever is not in the table of `rules` is the wrapped channel's own.
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import pika
 import pika.spec
 from pika.adapters.blocking_connection import BlockingChannel
+from pika.compat import as_bytes
 from pika.exceptions import ChannelClosedByBroker, NackError, UnroutableError
 
 from interceptors import rules
 from interceptors.blocking_confirms import BlockingConfirms
-from interceptors.blocking_consumers import ConsumeAll, Settling
-from interceptors.rules import Placement
-from sharding.amqp.connected_node import REPLY_TO, node_at, node_with_token, peer_of
+from interceptors.call_order import Steps, Wake, at_once
+from interceptors.calls import (
+    Calls,
+    consume_missing,
+    keep_consuming,
+    send_again,
+    settle,
+    shards_of,
+)
+from interceptors.rules import EveryShard, Placement, Returned, Stray
+from sharding.amqp.connected_node import REPLY_TO, peer_of
 from sharding.cluster.topology import Topology
-from sharding.errors import InvalidInput, OutcomeUnknown, ShardUnavailable, Unreachable
+from sharding.errors import InvalidInput, OutcomeUnknown, ShardUnavailable
 from sharding.maps.shard_map import Route, ShardMap
 from sharding.metrics.sources import Subject
 from sharding.publishing.addressing import Encoded, addressed
 
 logger = logging.getLogger("warren.channel")
 
+T = TypeVar("T")
 OnMessage = Callable[[Any, pika.spec.Basic.Deliver, pika.BasicProperties, bytes], Any]
 
 
@@ -58,14 +68,21 @@ class ShardedChannel:
             raise InvalidInput("channel", "must be wrapped before confirm_delivery()", channel)
         self._channel = channel
         self._topology = topology
-        self._placement = Placement(placement)
         self._confirms = BlockingConfirms(self._inner, confirm_timeout)
-        self._node = node
-        self._asked = rules.AskedReturns()
-        self._routed: dict[str, ShardMap] = {}
+        self._calls = Calls(
+            BlockingPort(self._inner, topology, self._confirms), topology, placement, node
+        )
+        # Consumers are moved and added while the application pumps events, as its callbacks run;
+        # what came back is sent again whenever pika reads, as its returns are read.
+        connection, impl = channel.connection, self._inner.connection._impl
+        self._background = Steps(connection.add_callback_threadsafe, connection.call_later)
+        self._reading = Steps(impl._adapter_add_callback_threadsafe, impl._adapter_call_later)
+        self._returns = rules.Returns()
+        self._strays: list[Stray] = []
         self._encoded: dict[str, Encoded] = {}
-        self._random = random.Random()
+        self._at_close: list[Callable[[], None]] = []
         self._inner._impl.add_on_return_callback(self._on_return)
+        self._inner._impl.add_on_close_callback(self._on_close)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
@@ -106,24 +123,19 @@ class ShardedChannel:
     ) -> str:
         shard_map = self._topology.shard_map(queue)
         deliver = self._with_wrapper(on_message_callback)
+        options = (auto_ack, exclusive)
+        wishes = _mutable(arguments)
         if shard_map is None:
-            return self._channel.basic_consume(
-                queue, deliver, auto_ack, exclusive, consumer_tag, _mutable(arguments)
-            )
-        shards = self._candidates(shard_map)
+            return self._channel.basic_consume(queue, deliver, *options, consumer_tag, wishes)
 
-        def consume(shard: str, tag: str | None) -> str:
-            return self._channel.basic_consume(
-                shard, deliver, auto_ack, exclusive, tag, _mutable(arguments)
-            )
+        async def consume(shard: str, tag: str | None = consumer_tag) -> str:
+            return self._channel.basic_consume(shard, deliver, *options, tag, wishes)
 
-        shard = self._claim(queue, shards)
-        try:
-            tag = consume(shard, consumer_tag)
-        finally:
-            self._topology.claims.settle(shard)
+        tag, shard, shards = at_once(self._calls.consume(shard_map, consume))
         if not exclusive and len(shards) > 1:
-            Settling(self, tag, shard, shards, consume, deliver).look_later()
+            consumer = _Consumer(self._channel, tag, shard, consume, deliver)
+            settling = settle(self._background, self._topology, consumer, shards)
+            self._background.run(settling, consumer.stays)
         return tag
 
     def basic_consume_all(
@@ -133,14 +145,22 @@ class ShardedChannel:
 
         Returns the consumer tags of the shards there are now.
         """
-        shard_map = self._topology.shard_map(queue)
-        if shard_map is None:
+        if self._topology.shard_map(queue) is None:
             return [self.basic_consume(queue, on_message_callback, auto_ack)]
-        everything = ConsumeAll(self, queue, self._with_wrapper(on_message_callback), auto_ack)
-        return everything.start()
+        wish = EveryShard()
+        everywhere = _Everywhere(
+            self._channel, wish, self._with_wrapper(on_message_callback), auto_ack
+        )
+        about = (self._topology, queue, wish, everywhere)
+        self._inner.add_on_cancel_callback(everywhere.on_cancel)
+        undo = self._topology.subscribe(lambda *_: self._background.on_loop(everywhere.wake))
+        self._at_close.append(undo)
+        at_once(consume_missing(self._calls.port, *about))
+        self._background.run(keep_consuming(self._background, *about), everywhere.failed)
+        return wish.consumed
 
     def basic_get(self, queue: str, auto_ack: bool = False) -> tuple[Any, Any, Any]:
-        return self._channel.basic_get(self._shard_to_read(queue), auto_ack)
+        return self._channel.basic_get(at_once(self._calls.queue_to_read(queue)), auto_ack)
 
     def consume(
         self,
@@ -152,39 +172,15 @@ class ShardedChannel:
         consumer_tag: str | None = None,
     ) -> Generator[tuple[Any, Any, Any], None, None]:
         running = self._inner._queue_consumer_generator
-        shard_map = self._topology.shard_map(queue)
-        names = {shard.name for shard in shard_map.shards} if shard_map else set()
         if running is None:
-            shard = self._shard_to_read(queue)
+            shard = at_once(self._calls.queue_to_read(queue))
         else:
             # Called again, the generator goes on; pika compares the names and objects to another.
-            shard = running.params[0] if running.params[0] in names else queue
+            on_shard = running.params[0] in shards_of(self._topology, queue)
+            shard = running.params[0] if on_shard else queue
         yield from self._channel.consume(
             shard, auto_ack, exclusive, _mutable(arguments), inactivity_timeout, consumer_tag
         )
-
-    def _shard_to_read(self, queue: str) -> str:
-        shard_map = self._topology.shard_map(queue)
-        if shard_map is None:
-            return queue
-        shard = self._claim(queue, self._candidates(shard_map))
-        self._topology.claims.settle(shard)
-        return shard
-
-    def _candidates(self, shard_map: ShardMap) -> list[str]:
-        here = None if self._placement is Placement.ANY else self._here()
-        return rules.candidates(shard_map, here, self._placement)
-
-    def _claim(self, queue: str, shards: list[str]) -> str:
-        counts = self._topology.consumer_counts(shards) if shards else {}
-        if not counts:
-            self._refuse(rules.no_shard(queue))
-        shard = self._topology.claims.choose(counts)
-        if shard is None:
-            raise ShardUnavailable(
-                f"no shard of {queue!r} on {self._node} answered; try again when it is back"
-            )
-        return shard
 
     def _with_wrapper(self, callback: OnMessage) -> OnMessage:
         """Give the callback this channel, or what it publishes would not be sharded."""
@@ -199,25 +195,20 @@ class ShardedChannel:
     # Declaring
 
     def queue_declare(self, queue: str, *arguments: Any, **options: Any) -> Any:
-        shard_map = self._topology.shard_map(queue) if queue else None
-        if shard_map is None:
-            return self._channel.queue_declare(queue, *arguments, **options)
-        shard = rules.first_shard(shard_map, self._here())
-        if shard is None:
-            self._refuse(rules.no_shard(queue))
-        return self._channel.queue_declare(shard, *arguments, **options)
+        name: Any = at_once(self._calls.queue_to_declare(queue)) if queue else queue
+        return self._channel.queue_declare(name, *arguments, **options)
 
     def queue_bind(self, queue: str, *arguments: Any, **options: Any) -> Any:
-        return self._unless_sharded("bind", queue)(queue, *arguments, **options)
+        return self._unless_sharded("bind", queue, *arguments, **options)
 
     def queue_unbind(self, queue: str, *arguments: Any, **options: Any) -> Any:
-        return self._unless_sharded("unbind", queue)(queue, *arguments, **options)
+        return self._unless_sharded("unbind", queue, *arguments, **options)
 
     def queue_purge(self, queue: str) -> Any:
-        return self._unless_sharded("purge", queue)(queue)
+        return self._unless_sharded("purge", queue)
 
     def queue_delete(self, queue: str, *arguments: Any, **options: Any) -> Any:
-        return self._unless_sharded("delete", queue)(queue, *arguments, **options)
+        return self._unless_sharded("delete", queue, *arguments, **options)
 
     def exchange_declare(
         self,
@@ -240,49 +231,21 @@ class ShardedChannel:
                 _mutable(arguments),
             )
         self._inner._impl._raise_if_not_open()
-        known = self._topology.shard_map(exchange)
-        if known is not None:
-            # The broker objects to a declaration that does not fit, before anything is changed.
-            declared = self._inner.exchange_declare(known.exchange, "direct", passive, durable)
-        if not passive:
-            policy = rules.policy_of_arguments(exchange, arguments, durable)
-            if policy is not None:
-                self._topology.set_policy(policy)
-            elif self._topology.policy_for(exchange) is None:
-                raise rules.need_policy(exchange)
-            self._topology.ensure(exchange)
-        if known is not None:
-            return declared
-        shard_map = self._topology.shard_map(exchange)
-        target = exchange if shard_map is None else shard_map.exchange
-        return self._channel.exchange_declare(target, "direct", passive, durable)
+
+        async def declare(name: str) -> Any:
+            return self._inner.exchange_declare(name, "direct", passive, durable)
+
+        return at_once(self._calls.declare_exchange(exchange, arguments, passive, durable, declare))
 
     def exchange_delete(self, exchange: str, if_unused: bool = False) -> Any:
-        shard_map = self._topology.shard_map(exchange)
-        if shard_map is None:
-            return self._channel.exchange_delete(exchange, if_unused)
-        if not if_unused:
-            self._topology.forget(exchange)
-            return self._inner.exchange_delete(shard_map.exchange, if_unused)
-        # The broker may refuse it, and then the name has to stay sharded.
-        answer = self._inner.exchange_delete(shard_map.exchange, if_unused)
-        self._topology.forget(exchange)
-        return answer
+        async def delete(name: str) -> Any:
+            return self._channel.exchange_delete(name, if_unused)
 
-    def _unless_sharded(self, verb: str, queue: str) -> Callable[..., Any]:
-        if self._topology.shard_map(queue) is not None:
-            self._refuse(rules.refusal(verb, queue))
-        method: Callable[..., Any] = getattr(self._channel, f"queue_{verb}")
-        return method
+        return at_once(self._calls.delete_exchange(exchange, if_unused, delete))
 
-    def _refuse(self, text: str) -> NoReturn:
-        """Let the broker close the channel with a genuine 406, and say the plugin's reason."""
-        self._channel.basic_ack(rules.NO_SUCH_DELIVERY)
-        with suppress(ChannelClosedByBroker):
-            self._confirms.wait_until(lambda: self._channel.is_closed)
-        reason = ChannelClosedByBroker(rules.PRECONDITION_FAILED, text)
-        self._inner._closing_reason = reason
-        raise reason
+    def _unless_sharded(self, verb: str, queue: str, *arguments: Any, **options: Any) -> Any:
+        at_once(self._calls.refuse_if_sharded(verb, queue))
+        return getattr(self._channel, f"queue_{verb}")(queue, *arguments, **options)
 
     # Publishing
 
@@ -305,8 +268,8 @@ class ShardedChannel:
         shard = self._shard_for(shard_map, routing_key)
         sent = addressed(properties, shard) if properties else self._bare(shard)
         if mandatory and not self._confirms.active:
-            self._asked.note(shard_map.exchange, routing_key, _bytes(body))
-        self._routed[shard_map.exchange] = shard_map
+            self._returns.ask(shard_map.exchange, routing_key, as_bytes(body))
+        self._returns.used(shard_map)
         try:
             self._confirms.publish(shard_map.exchange, routing_key, body, sent, True, mandatory)
         except (NackError, OutcomeUnknown):
@@ -355,20 +318,29 @@ class ShardedChannel:
         self, _: Any, method: Any, properties: pika.BasicProperties, body: bytes
     ) -> None:
         # Runs inside pika's handling of frames: whatever is raised here ends the connection.
-        shard_map = self._routed.get(method.exchange)
+        what = (method.exchange, method.routing_key, body)
+        shard_map = self._returns.map_of(method.exchange)
         if self._confirms.active:
             asked = self._confirms.on_return(method, properties, body)
             method.warren_unasked = shard_map is not None and not asked
             return
-        if shard_map is None or self._asked.take(method.exchange, method.routing_key, body):
+        if shard_map is None or (verdict := self._returns.came_back(*what)) is Returned.ASKED:
             return
         method.warren_unasked = True
-        logger.error(
-            "a message with key %r came back: its shard is not bound to %r; it is not stored",
-            method.routing_key,
-            shard_map.logical,
-        )
         self._topology.suspect(shard_map.shard_of(method.routing_key).name)
+        if verdict is Returned.UNSTORED or len(self._strays) >= rules.MOST_STRAYS:
+            logger.error("%s", rules.unstored(shard_map.logical, method.routing_key))
+            return
+        self._strays.append(Stray(shard_map.logical, method.routing_key, properties, body))
+        if len(self._strays) == 1:
+            publish = self._publish_stray
+            again = send_again(self._reading, self._topology, self._returns, self._strays, publish)
+            self._reading.run(again, _not_sent_again)
+
+    def _publish_stray(self, shard_map: ShardMap, shard: str, stray: Stray) -> None:
+        sent = addressed(stray.properties, shard)
+        publish = self._inner._impl.basic_publish
+        publish(shard_map.exchange, stray.routing_key, stray.body, sent, True)
 
     def add_on_return_callback(self, callback: Callable[..., Any]) -> None:
         """Called for the messages that the application asked to have returned, and no others."""
@@ -379,23 +351,43 @@ class ShardedChannel:
 
         self._channel.add_on_return_callback(returned)
 
-    # Waiting and knowing where we are
+    def _on_close(self, *_: Any) -> None:
+        self._background.stop()
+        self._reading.stop()
+        for clean_up in self._at_close:
+            clean_up()
+        for stray in self._strays:
+            logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
 
-    def _here(self) -> str | None:
-        if self._node is None:
-            nodes = self._topology.nodes()
-            self._node = node_at(peer_of(self._inner.connection._impl), nodes)
-            self._node = self._node or node_with_token(self._reply_to(), nodes)
-            if self._node is None:
-                raise Unreachable("the node of this connection is in no shard map; give node=…")
-        return self._node
 
-    def _reply_to(self) -> str:
-        """What the node writes into a reply-to; asked on a channel of its own."""
+class BlockingPort:
+    """What calls need of a blocking channel (`calls.Port`): whatever waits here, blocks."""
+
+    def __init__(self, channel: Any, topology: Topology, confirms: BlockingConfirms) -> None:
+        self._channel = channel
+        self._topology = topology
+        self._confirms = confirms
+
+    async def wait(self, future: Future[T]) -> T:
+        return self._topology.result(future)
+
+    async def refuse(self, text: str) -> NoReturn:
+        self._channel.basic_ack(rules.NO_SUCH_DELIVERY)
+        with suppress(ChannelClosedByBroker):
+            self._confirms.wait_until(lambda: self._channel.is_closed)
+        reason = ChannelClosedByBroker(rules.PRECONDITION_FAILED, text)
+        self._channel._closing_reason = reason
+        raise reason
+
+    async def connection(self) -> tuple[object, tuple[str, int] | None]:
+        impl = self._channel.connection._impl
+        return impl, peer_of(impl)
+
+    async def reply_to(self) -> str | None:
         returned: list[str | None] = []
         channel = self._channel.connection.channel()
         # Told as the frame comes in: events of a channel are dropped when it is closed.
-        _insides(channel)._impl.add_on_return_callback(
+        channel._impl.add_on_return_callback(
             lambda _, __, properties, ___: returned.append(properties.reply_to)
         )
         channel.basic_consume(REPLY_TO, lambda *_: None, auto_ack=True)
@@ -403,9 +395,76 @@ class ShardedChannel:
             "", "warren.nobody", b"", pika.BasicProperties(reply_to=REPLY_TO), mandatory=True
         )
         channel.close()
-        if not returned or returned[0] is None:
-            raise Unreachable("the broker did not say which node it is; give node=…")
-        return returned[0]
+        return returned[0] if returned else None
+
+
+class _Consumer:
+    """A consumer that may be moved (`calls.Movable`)."""
+
+    def __init__(
+        self,
+        channel: BlockingChannel,
+        tag: str,
+        shard: str,
+        consume: Callable[..., Coroutine[Any, None, str]],
+        deliver: OnMessage,
+    ) -> None:
+        self._channel = channel
+        self._tag = tag
+        self.shard = shard
+        self._consume = consume
+        self._deliver = deliver
+
+    def is_alive(self) -> bool:
+        return bool(self._channel.is_open) and self._tag in self._channel.consumer_tags
+
+    def stays(self, error: Exception) -> None:
+        logger.debug("a consumer stays on %r: %s", self.shard, error)
+
+    async def move(self, target: str) -> None:
+        undelivered = self._channel.basic_cancel(self._tag)
+        try:
+            await self._consume(target, self._tag)
+            self.shard = target
+        finally:
+            # The broker takes these for acknowledged, whatever becomes of the consumer.
+            for method, properties, body in undelivered:
+                self._deliver(self._channel, method, properties, body)
+
+
+class _Everywhere:
+    """A channel on which every shard is consumed (`calls.Everywhere`)."""
+
+    def __init__(
+        self, channel: BlockingChannel, wish: EveryShard, deliver: OnMessage, auto_ack: bool
+    ) -> None:
+        self._channel = channel
+        self._wish = wish
+        self._deliver = deliver
+        self._auto_ack = auto_ack
+        self.wake = Wake()
+        self.changed = self.wake.wait
+
+    def is_open(self) -> bool:
+        return bool(self._channel.is_open)
+
+    def note_cancelled(self) -> None:
+        # `stop_consuming` cancels too, and says so to nobody.
+        self._wish.cancelled_unless_in(self._channel.consumer_tags)
+
+    async def consume(self, shard: str, tag: str) -> None:
+        self._channel.basic_consume(shard, self._deliver, self._auto_ack, consumer_tag=tag)
+
+    def on_cancel(self, frame: Any) -> None:
+        if self._wish.lost(frame.method.consumer_tag):
+            self.wake()
+
+    def failed(self, error: Exception) -> None:
+        logger.error("shards that come later are not consumed: %s", error)
+
+
+def _not_sent_again(error: Exception) -> None:
+    logger.error("what came back could not be sent again: %s", error)
 
 
 def _insides(channel: BlockingChannel) -> Any:
@@ -414,7 +473,3 @@ def _insides(channel: BlockingChannel) -> Any:
 
 def _mutable(arguments: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return None if arguments is None else dict(arguments)
-
-
-def _bytes(body: bytes | str) -> bytes:
-    return body.encode() if isinstance(body, str) else body

@@ -6,8 +6,8 @@ how they fail is in `callback_base`, publishing in `callback_publish`; here is t
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from pika import validators
@@ -16,15 +16,15 @@ from pika.exceptions import DuplicateConsumerTag, DuplicateGetOkCallback
 from pika.spec import Basic
 
 from interceptors import rules
-from interceptors.call_order import ANSWER_TIMEOUT, Done, Settling, answered, later, on_loop
-from interceptors.callback_base import OnMessage
-from interceptors.callback_publish import OnFrame, PublishingChannel
-from interceptors.rules import Placement
+from interceptors.call_order import Answer, Done, Wake
+from interceptors.callback_base import OnFrame, OnMessage
+from interceptors.callback_publish import PublishingChannel
+from interceptors.calls import consume_missing, keep_consuming, settle, shards_of
+from interceptors.rules import EveryShard, Placement
 from sharding.cluster.topology import Topology
-from sharding.errors import ShardUnavailable
-from sharding.maps.shard_map import Route, ShardMap
+from sharding.maps.shard_map import Route
 
-_LOOK_AGAIN = 1.0
+logger = logging.getLogger("warren.channel")
 
 
 class AsyncShardedChannel(PublishingChannel):
@@ -44,12 +44,11 @@ class AsyncShardedChannel(PublishingChannel):
         confirm_timeout: float = 30.0,
         node: str | None = None,
     ) -> None:
-        super().__init__(channel, topology, confirm_timeout, node)
-        self._placement = Placement(placement)
+        super().__init__(channel, topology, placement, confirm_timeout, node)
         self._coming: set[str] = set()
-        self._claimed: list[str] = []
         self._getting = False
-        self._at_close.append(self._give_up_claims)
+        self._everywhere: list[EveryShard] = []
+        self._at_close.append(self._coming.clear)
 
     def explain(self, queue: str, key: str) -> Route | None:
         """Slot, shard, node and epoch of a key; None if the name is not sharded."""
@@ -88,44 +87,34 @@ class AsyncShardedChannel(PublishingChannel):
             arguments=dict(arguments or {}),
         )
         self._coming.add(tag)
+
+        async def start(through: Done) -> Any:
+            shard_map = await self._calls.shard_map(queue)
+            if shard_map is None:
+                self._send_consume(consume, deliver, callback)
+                return None
+
+            async def on_shard(shard: str) -> Any:
+                consume.queue = shard
+                return await self._ask(through, self._send_consume, consume, deliver)
+
+            frame, _, shards = await self._calls.consume(shard_map, on_shard)
+            if not exclusive and len(shards) > 1:
+                consumer = _Consumer(self, consume)
+                settling = settle(self._steps, self._topology, consumer, shards)
+                self._steps.run(settling, consumer.stays)
+            return frame
+
+        def consumed(frame: Any) -> None:
+            if frame is not None and callback is not None:
+                callback(frame)
+
         try:
-            self._order.run(lambda done: self._start_consuming(consume, deliver, callback, done))
+            self._run(start, consumed)
         except BaseException:
             self._coming.discard(tag)
             raise
         return tag
-
-    def _start_consuming(
-        self, consume: Any, deliver: OnMessage, callback: OnFrame | None, done: Done
-    ) -> None:
-        logical = consume.queue
-        shard_map = self._map(logical)
-        if shard_map is None:
-            self._send_consume(consume, deliver, callback)
-            done()
-            return
-
-        def chosen(shard: str, shards: list[str]) -> None:
-            consume.queue = shard
-            self._claimed.append(shard)
-
-            # A node that hangs never answers; the calls behind this one then go on without it.
-            go_on = answered(self._channel.connection, ANSWER_TIMEOUT, None, lambda _: done())
-
-            # Counted by the broker from now on; only then is the next consumer's count right.
-            def consumed(frame: Any) -> None:
-                self._claimed.remove(shard)
-                self._topology.claims.settle(shard)
-                if not consume.exclusive and len(shards) > 1:
-                    channel, topology, order = self._channel, self._topology, self._order
-                    Settling(channel, topology, order, consume, shards).look_later()
-                go_on(frame)
-                if callback is not None:
-                    callback(frame)
-
-            self._send_consume(consume, deliver, consumed)
-
-        self._choose(logical, shard_map, chosen)
 
     def _send_consume(self, consume: Any, deliver: OnMessage, callback: OnFrame | None) -> None:
         self._coming.discard(consume.consumer_tag)
@@ -150,60 +139,25 @@ class AsyncShardedChannel(PublishingChannel):
         if self._topology.shard_map(queue) is None:
             return [self.basic_consume(queue, on_message_callback, auto_ack)]
         self._check_open()
-        deliver = self._with_wrapper(on_message_callback)
-        consumed: dict[str, str] = {}
+        wish = EveryShard()
+        everywhere = _Everywhere(self, wish, self._with_wrapper(on_message_callback), auto_ack)
+        looks = (self._steps, self._topology, queue, wish, everywhere)
 
-        looking = False
+        def keep(_: bool) -> None:
+            self._steps.run(keep_consuming(*looks), self._fail)
 
-        def consume_missing(counts: Mapping[str, int | None] | None = None) -> None:
-            shard_map = self._topology.shard_map(queue)
-            for shard in shard_map.shards if shard_map and self.is_open else ():
-                if shard.name in consumed:
-                    continue
-                silent = counts is not None and counts.get(shard.name) is None
-                # To consume a shard that is away would close the channel, with all consumers.
-                if silent or self._topology.unavailable(shard.name):
-                    look_later()
-                    continue
-                tag = consumed[shard.name] = self._inner._generate_consumer_tag()
-                self._in_order(
-                    self._channel.basic_consume, shard.name, deliver, auto_ack, consumer_tag=tag
-                )
+        wish.see(shards_of(self._topology, queue))
+        self._everywhere.append(wish)
+        self._channel.add_on_cancel_callback(everywhere.on_cancel)
+        undo = self._topology.subscribe(lambda *_: self._steps.on_loop(everywhere.wake))
+        self._at_close.append(undo)
+        self._run(lambda _: consume_missing(*looks), keep)
+        return [tag for shard, tag in wish.tags.items() if not self._topology.unavailable(shard)]
 
-        def look_later() -> None:
-            nonlocal looking
-            if not looking and self.is_open:
-                looking = True
-                later(connection, _LOOK_AGAIN, look)
-
-        def look() -> None:
-            nonlocal looking
-            looking = False
-            shard_map = self._topology.shard_map(queue)
-            self._topology.when_counted(
-                [shard.name for shard in shard_map.shards] if shard_map else [],
-                lambda counts: on_loop(
-                    connection, lambda: self._resume(lambda: consume_missing(counts))
-                ),
-            )
-
-        def cancelled(frame: Any) -> None:
-            """The broker ended a consumer: its shard was deleted, or its node is going down."""
-            for shard in [
-                name for name, tag in consumed.items() if tag == frame.method.consumer_tag
-            ]:
-                del consumed[shard]
-                look_later()
-
-        connection = self._channel.connection
-        self._channel.add_on_cancel_callback(cancelled)
-        self._at_close.append(
-            self._topology.subscribe(
-                lambda *_: on_loop(connection, lambda: self._resume(consume_missing))
-            )
-        )
-        consume_missing()
-        return list(consumed.values())
+    def basic_cancel(self, consumer_tag: str = "", callback: OnFrame | None = None) -> None:
+        for wish in self._everywhere:
+            wish.cancelled(consumer_tag)
+        self._in_order(self._channel.basic_cancel, consumer_tag, callback)
 
     def basic_get(self, queue: str, callback: OnMessage, auto_ack: bool = False) -> None:
         validators.require_string(queue, "queue")
@@ -213,116 +167,48 @@ class AsyncShardedChannel(PublishingChannel):
             raise DuplicateGetOkCallback
         self._getting = True
 
-        def send(shard: str) -> None:
+        async def get(_: Done) -> None:
+            shard = await self._calls.queue_to_read(queue)
             self._getting = False
             self._channel.basic_get(shard, self._with_wrapper(callback), auto_ack)
 
-        def step(done: Done) -> None:
-            shard_map = self._map(queue)
-            if shard_map is None:
-                send(queue)
-                done()
-                return
-
-            def chosen(shard: str, _: list[str]) -> None:
-                self._topology.claims.settle(shard)
-                send(shard)
-                done()
-
-            self._choose(queue, shard_map, chosen)
-
         try:
-            self._order.run(step)
+            self._run(get)
         except BaseException:
             self._getting = False
             raise
-
-    def _choose(
-        self, queue: str, shard_map: ShardMap, then: Callable[[str, list[str]], None]
-    ) -> None:
-        """Claim the shard with the fewest consumers; `then` is called with it when it is known."""
-        connection = self._channel.connection
-
-        def count() -> None:
-            shards = rules.candidates(shard_map, self._node, self._placement)
-            if not shards:
-                self._refuse(rules.no_shard(queue))
-                return
-
-            def counted(counts: dict[str, int | None]) -> None:
-                if not counts:  # each of them was deleted by somebody
-                    self._refuse(rules.no_shard(queue))
-                    return
-                shard = self._topology.claims.choose(counts)
-                if shard is None:
-                    raise ShardUnavailable(
-                        f"no shard of {queue!r} answered; try again when one is back"
-                    )
-                then(shard, shards)
-
-            timeout = self._topology.options.answer_timeout + 1
-            give = answered(
-                connection,
-                timeout,
-                dict.fromkeys(shards),
-                lambda counts: self._resume(lambda: counted(counts)),
-            )
-            self._topology.when_counted(
-                shards, lambda counts: on_loop(connection, lambda: give(counts))
-            )
-
-        if self._placement is Placement.ANY:
-            count()
-        else:
-            self._locate(count)
-
-    def _give_up_claims(self) -> None:
-        for shard in self._claimed:
-            self._topology.claims.settle(shard)
-        self._claimed.clear()
-        self._coming.clear()
 
     # Declaring
 
     def queue_declare(self, queue: str, *arguments: Any, **options: Any) -> None:
         self._check_open()
 
-        def step(done: Done) -> None:
-            shard_map = self._map(queue)
-            if shard_map is None:
-                self._channel.queue_declare(queue, *arguments, **options)
-                done()
-            else:
-                self._locate(lambda: declare(shard_map, done))
+        async def declare(_: Done) -> None:
+            name: Any = await self._calls.queue_to_declare(queue) if queue else queue
+            self._channel.queue_declare(name, *arguments, **options)
 
-        def declare(shard_map: ShardMap, done: Done) -> None:
-            shard = rules.first_shard(shard_map, self._node)
-            if shard is None:
-                self._refuse(rules.no_shard(queue))
-                return
-            self._channel.queue_declare(shard, *arguments, **options)
-            done()
-
-        self._order.run(step)
+        self._run(declare)
 
     def queue_bind(self, queue: str, *arguments: Any, **options: Any) -> None:
-        self._in_order(self._unless_sharded, "bind", queue, *arguments, **options)
+        self._unless_sharded("bind", queue, *arguments, **options)
 
     def queue_unbind(self, queue: str, *arguments: Any, **options: Any) -> None:
-        self._in_order(self._unless_sharded, "unbind", queue, *arguments, **options)
+        self._unless_sharded("unbind", queue, *arguments, **options)
 
     def queue_purge(self, queue: str, *arguments: Any, **options: Any) -> None:
-        self._in_order(self._unless_sharded, "purge", queue, *arguments, **options)
+        self._unless_sharded("purge", queue, *arguments, **options)
 
     def queue_delete(self, queue: str, *arguments: Any, **options: Any) -> None:
-        self._in_order(self._unless_sharded, "delete", queue, *arguments, **options)
+        self._unless_sharded("delete", queue, *arguments, **options)
 
     def _unless_sharded(self, verb: str, queue: str, *arguments: Any, **options: Any) -> None:
-        self._inner._raise_if_not_open()
-        if self._map(queue) is not None:
-            self._refuse(rules.refusal(verb, queue))
-        else:
+        self._check_open()
+
+        async def call(_: Done) -> None:
+            await self._calls.refuse_if_sharded(verb, queue)
             getattr(self._channel, f"queue_{verb}")(queue, *arguments, **options)
+
+        self._run(call)
 
     def exchange_declare(
         self,
@@ -342,34 +228,17 @@ class AsyncShardedChannel(PublishingChannel):
         validators.require_string(exchange, "exchange")
         validators.rpc_completion_callback(callback)
         self._check_open()
-        topology = self._topology
-        policy = rules.policy_of_arguments(exchange, arguments, durable)
 
-        def check_policy() -> None:
-            if policy is None and topology.policy_for(exchange) is None:
-                raise rules.need_policy(exchange)
+        async def declare(through: Done) -> Any:
+            async def on_exchange(name: str) -> Any:
+                ask = self._channel.exchange_declare
+                return await self._ask(through, ask, name, "direct", passive, durable)
 
-        def make_shards() -> None:
-            check_policy()
-            known = topology.shard_map(exchange)
-            if known is not None and known.policy.durable != durable:
-                return  # the broker objects to the declaration that follows; nothing is changed
-            if policy is not None:
-                topology.set_policy(policy)
-            topology.ensure(exchange)
+            return await self._calls.declare_exchange(
+                exchange, arguments, passive, durable, on_exchange
+            )
 
-        def declare() -> None:
-            shard_map = self._map(exchange)
-            target = exchange if shard_map is None else shard_map.exchange
-            self._channel.exchange_declare(target, "direct", passive, durable, callback=callback)
-
-        if passive:
-            self._in_order(declare)
-        else:
-            # Behind other calls it can't be said yet: one of them may set the policy.
-            if self._order.idle:
-                check_policy()
-            self._order.run(self._after(make_shards, declare))
+        self._run(declare, callback)
 
     def exchange_delete(
         self,
@@ -380,23 +249,96 @@ class AsyncShardedChannel(PublishingChannel):
         validators.rpc_completion_callback(callback)
         self._check_open()
 
-        def step(done: Done) -> None:
-            shard_map = self._map(exchange)
-            if shard_map is None:
+        async def delete(through: Done) -> Any:
+            if exchange is None or await self._calls.shard_map(exchange) is None:
                 self._channel.exchange_delete(exchange, if_unused, callback)
-                done()
-                return
-            target = shard_map.exchange
-            forget = functools.partial(self._topology.forget, shard_map.logical)
-            if not if_unused:
-                delete = functools.partial(self._channel.exchange_delete, target, False, callback)
-                self._after(forget, delete)(done)
-                return
+                return None
 
-            def deleted(frame: Any) -> None:
-                self._after(forget, lambda: callback(frame) if callback else None)(done)
+            async def on_exchange(name: str) -> Any:
+                return await self._ask(through, self._channel.exchange_delete, name, if_unused)
 
-            # The broker may refuse it, and then the name has to stay sharded.
-            self._channel.exchange_delete(target, True, deleted)
+            return await self._calls.delete_exchange(exchange, if_unused, on_exchange)
 
-        self._order.run(step)
+        def deleted(frame: Any) -> None:
+            if frame is not None and callback is not None:
+                callback(frame)
+
+        self._run(delete, deleted)
+
+
+class _Consumer:
+    """A consumer that may be moved (`calls.Movable`).
+
+    To move is to cancel and to consume again under the same tag, by the bare methods: for pika the
+    consumer is there all the time, so that what is delivered until cancel-ok reaches the
+    application. `basic_cancel` would drop it, and with auto_ack it would be lost.
+    """
+
+    def __init__(self, owner: AsyncShardedChannel, consume: Any) -> None:
+        self._owner = owner
+        self._channel = owner._inner
+        self._consume = consume
+        # The same tag may be used again for another consumer; the callback tells them apart.
+        self._callback: Any = self._channel._consumers.get(consume.consumer_tag)
+
+    @property
+    def shard(self) -> str:
+        return str(self._consume.queue)
+
+    def is_alive(self) -> bool:
+        tag = self._consume.consumer_tag
+        return (
+            bool(self._channel.is_open)
+            and self._callback is not None
+            and self._channel._consumers.get(tag) is self._callback
+            and tag not in self._channel._cancelled
+        )
+
+    def stays(self, error: Exception) -> None:
+        logger.debug("a consumer stays on %r: %s", self.shard, error)
+
+    async def move(self, target: str) -> None:
+        """Every call on the channel waits meanwhile: a cancel must find the consumer."""
+        moved: Answer[None] = Answer()
+        self._owner._run(lambda through: self._move(target, through), moved.give)
+        await moved
+
+    async def _move(self, target: str, through: Done) -> None:
+        tag = self._consume.consumer_tag
+        if self.is_alive():
+            cancel = Basic.Cancel(consumer_tag=tag, nowait=False)
+            await self._owner._ask(through, self._call, cancel, Basic.CancelOk)
+        if self.is_alive():
+            self._consume.queue = target
+            await self._owner._ask(through, self._call, self._consume, Basic.ConsumeOk)
+
+    def _call(self, method: Any, answer: Any, callback: OnFrame) -> None:
+        self._channel._rpc(method, callback, [(answer, {"consumer_tag": method.consumer_tag})])
+
+
+class _Everywhere:
+    """A channel on which every shard is consumed (`calls.Everywhere`)."""
+
+    def __init__(
+        self, owner: AsyncShardedChannel, wish: EveryShard, deliver: OnMessage, auto_ack: bool
+    ) -> None:
+        self._owner = owner
+        self._wish = wish
+        self._deliver = deliver
+        self._auto_ack = auto_ack
+        self.wake = Wake()
+        self.changed = self.wake.wait
+
+    def is_open(self) -> bool:
+        return self._owner.is_open
+
+    def note_cancelled(self) -> None:
+        """`basic_cancel` has said so."""
+
+    async def consume(self, shard: str, tag: str) -> None:
+        consume = self._owner._channel.basic_consume
+        consume(shard, self._deliver, self._auto_ack, consumer_tag=tag)
+
+    def on_cancel(self, frame: Any) -> None:
+        if self._wish.lost(frame.method.consumer_tag):
+            self.wake()

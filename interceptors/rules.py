@@ -6,9 +6,11 @@ name that has no shard map passes through untouched, and so does every call that
 
 from __future__ import annotations
 
+import uuid
 from collections import OrderedDict
-from collections.abc import Mapping
-from enum import StrEnum
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
 from typing import Any
 
 from sharding import Policy, ShardMap, ShardName, ShardUnavailable
@@ -123,29 +125,154 @@ def need_policy(logical: str) -> InvalidInput:
     )
 
 
-class AskedReturns:
-    """Which published messages the application asked to have returned.
+def new_tag() -> str:
+    """A consumer tag that nobody else has."""
+    return f"ctag-{uuid.uuid4().hex}"
 
-    Warren sets `mandatory` on every message, so a return has to be told apart by what it holds.
-    Bounded: only the newest are remembered.
+
+class EveryShard:
+    """A wish to consume from every shard: which one under what tag, and until when.
+
+    A consumer that the application cancels is not replaced. When it has cancelled all there are,
+    the wish is over: no shard that comes later is consumed.
     """
+
+    def __init__(self) -> None:
+        self.tags: dict[str, str] = {}
+        """The tag of each shard seen so far; a consumer that comes again has its tag again."""
+        self._placed: set[str] = set()
+        self._cancelled: set[str] = set()
+        self.is_over = False
+
+    def see(self, shards: Sequence[str]) -> None:
+        """Note the shards that there are now."""
+        present = {shard for shard in self.tags if shard in shards} | self._placed
+        if self._cancelled and present <= self._cancelled:
+            self.is_over = True
+        for shard in shards:
+            self.tags.setdefault(shard, new_tag())
+
+    def missing(self, shards: Sequence[str]) -> list[str]:
+        """Those of them that should have a consumer and have none."""
+        self.see(shards)
+        if self.is_over:
+            return []
+        return [each for each in shards if each not in self._placed | self._cancelled]
+
+    def placed(self, shard: str) -> None:
+        self._placed.add(shard)
+
+    def lost(self, tag: str) -> bool:
+        """The broker ended a consumer: its shard was deleted, or its node goes down."""
+        gone = {shard for shard in self._placed if self.tags[shard] == tag}
+        self._placed -= gone
+        return bool(gone)
+
+    def cancelled(self, tag: str) -> None:
+        """The application ended a consumer, or never wants it."""
+        self._cancelled |= {shard for shard, known in self.tags.items() if known == tag}
+
+    def cancelled_unless_in(self, tags: Collection[str]) -> None:
+        """Where nobody says what the application cancels: all that is gone, and was not lost."""
+        self._cancelled |= {shard for shard in self._placed if self.tags[shard] not in tags}
+
+    @property
+    def consumed(self) -> list[str]:
+        """The tags of the consumers that there are."""
+        return [tag for shard, tag in self.tags.items() if shard in self._placed - self._cancelled]
+
+
+MOST_STRAYS = 10_000
+
+
+class Returned(Enum):
+    """What a message is that came back, on a channel that does not confirm."""
+
+    ASKED = auto()
+    """The application wants to hear of it."""
+    STRAY = auto()
+    """It does not: the map may have been old, so the message is sent again if that can help."""
+    UNSTORED = auto()
+    """It came back a second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """A message that came back unasked, as it was returned."""
+
+    logical: str
+    routing_key: str
+    properties: Any
+    body: bytes
+
+
+class Returns:
+    """What comes back on a channel that does not confirm, and what was sent where before.
+
+    Warren sets `mandatory` on every message, so returns have to be told apart by what they hold.
+    """
+
+    def __init__(self) -> None:
+        self._asked = _Multiset()
+        self._sent_again = _Multiset()
+        self._used: dict[str, tuple[ShardMap, ShardMap]] = {}
+        """By logical name, the newest map that was used and the one before it."""
+
+    def used(self, shard_map: ShardMap) -> None:
+        newest, _ = self._used.get(shard_map.logical, (None, None))
+        if newest is not shard_map:
+            self._used[shard_map.logical] = (shard_map, newest or shard_map)
+
+    def ask(self, exchange: str, routing_key: str, body: bytes) -> None:
+        """The application wants this one back if no queue takes it."""
+        self._asked.add((exchange, routing_key, hash(body)))
+
+    def map_of(self, exchange: str) -> ShardMap | None:
+        """The map by which messages to the exchange were last sent; None if it is not sharded."""
+        return next((used for used, _ in self._used.values() if used.exchange == exchange), None)
+
+    def came_back(self, exchange: str, routing_key: str, body: bytes) -> Returned:
+        content = (exchange, routing_key, hash(body))
+        if self._asked.take(content):
+            return Returned.ASKED
+        return Returned.UNSTORED if self._sent_again.take(content) else Returned.STRAY
+
+    def new_shard(self, shard_map: ShardMap, routing_key: str, body: bytes) -> str | None:
+        """Where a stray belongs by the newest map; None if it was there, and nothing helps."""
+        shard = shard_map.shard_of(routing_key).name
+        used = self._used.get(shard_map.logical, ())
+        tried = {each.shard_of(routing_key).name for each in used}
+        if tried <= {shard}:
+            return None
+        self._sent_again.add((shard_map.exchange, routing_key, hash(body)))
+        return shard
+
+
+class _Multiset:
+    """Counts what was added; bounded, so that only the newest are remembered."""
 
     def __init__(self, limit: int = 10_000) -> None:
         self._limit = limit
-        self._asked: OrderedDict[tuple[str, str, int], int] = OrderedDict()
+        self._counts: OrderedDict[tuple[str, str, int], int] = OrderedDict()
 
-    def note(self, exchange: str, routing_key: str, body: bytes) -> None:
-        key = (exchange, routing_key, hash(body))
-        self._asked[key] = self._asked.pop(key, 0) + 1
-        if len(self._asked) > self._limit:
-            self._asked.popitem(last=False)
+    def add(self, key: tuple[str, str, int]) -> None:
+        self._counts[key] = self._counts.pop(key, 0) + 1
+        if len(self._counts) > self._limit:
+            self._counts.popitem(last=False)
 
-    def take(self, exchange: str, routing_key: str, body: bytes) -> bool:
-        key = (exchange, routing_key, hash(body))
-        count = self._asked.pop(key, 0)
+    def take(self, key: tuple[str, str, int]) -> bool:
+        count = self._counts.pop(key, 0)
         if count > 1:
-            self._asked[key] = count - 1
+            self._counts[key] = count - 1
         return count > 0
+
+
+def unstored(logical: str, routing_key: str) -> str:
+    """What is said of a message that came back where nobody waits for its confirm."""
+    return (
+        f"a message with key {routing_key!r} came back: its shard is not bound to {logical!r}; it "
+        "is not stored"
+    )
 
 
 def _index(shard: Shard) -> tuple[int, str]:

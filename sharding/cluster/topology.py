@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import pika
 
@@ -23,10 +23,11 @@ from sharding.amqp.addresses import amqp_parameters
 from sharding.amqp.session import Declared
 from sharding.cluster.control_plane import ControlPlane
 from sharding.cluster.control_plane import TopologyOptions as TopologyOptions
+from sharding.cluster.futures import TopologyFutures
 from sharding.cluster.management import ClusterView, management_api
 from sharding.cluster.plugin_queues import FoundShards, find_shards
-from sharding.cluster.provisioner import Ensured, Manager
-from sharding.errors import InvalidInput, OutcomeUnknown, StaleMap, Unreachable, WarrenError
+from sharding.cluster.provisioner import Ensured
+from sharding.errors import InvalidInput, StaleMap, Unreachable, WarrenError
 from sharding.maps.consumer_spread import least_consumers
 from sharding.maps.differences import state_difference
 from sharding.maps.map_log import State
@@ -39,6 +40,8 @@ logger = logging.getLogger("warren.topology")
 T = TypeVar("T")
 
 Listener = Callable[[State, State], None]
+
+_GRACE = 2.0
 
 _COUNTED = ("connects", "failed_connects", "disconnects", "refreshes", "map_changes")
 
@@ -66,10 +69,8 @@ class Topology:
         self._fixed = None if maps is None else _fixed_state(maps)
         self.claims = Claims()
         self._homes: tuple[State | None, dict[str, str]] = (None, {})
-        self._pid = os.getpid()
         self._listeners: list[Listener] = []
         self._once_sharded: set[str] = set()
-        self._ready = threading.Event()
         self._closed = False
         parameters = [amqp_parameters(url) for url in urls]
         view = ClusterView([management_api(url, parameters[0]) for url in management_urls])
@@ -77,6 +78,8 @@ class Topology:
         self.vhost: str = parameters[0].virtual_host
         self._urls, self._view = urls, view
         self._plane: ControlPlane
+        self.futures: TopologyFutures
+        """What this is asked and told, for those who may not block."""
         started = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(started,), name="warren-topology", daemon=True
@@ -100,9 +103,10 @@ class Topology:
             return
         self._closed = True
         try:
-            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(timeout)
+            asyncio.run_coroutine_threadsafe(self._plane.stop(), self._loop).result(timeout)
         except concurrent.futures.TimeoutError:
             logger.warning("the control plane did not stop within %g s", timeout)
+        self.futures.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout)
 
@@ -127,20 +131,15 @@ class Topology:
             )
         return plane.log.state
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the log has been read once: from then on no question for a map waits."""
+        return self._fixed is not None or self._plane.validated_at is not None
+
     def wait_until_ready(self, timeout: float) -> None:
         """Wait until the log has been read once; `Unreachable` says why it was not."""
-        if self._fixed is not None:
-            return
-        deadline = time.monotonic() + timeout
-        while not self._ready.wait(0.1):
-            if self._plane.log.failure is not None:
-                raise self._plane.log.failure
-            if self._plane.denied:
-                raise Unreachable(f"every broker refuses this user: {self._plane.problem}")
-            if time.monotonic() > deadline:
-                raise Unreachable(
-                    f"the map log could not be read within {timeout:g} s: {self._plane.problem}"
-                )
+        if not self.is_ready:
+            self._wait(self.futures.ready(timeout), timeout)
 
     def shard_map(self, logical: str) -> ShardMap | None:
         return self.state.maps.get(logical)
@@ -182,7 +181,7 @@ class Topology:
 
     def refresh(self, timeout: float = 5.0) -> None:
         if self._fixed is None:
-            self._call(self._refresh(), timeout)
+            self._wait(self.futures.refresh(timeout), timeout)
 
     # Nodes and shards
 
@@ -195,23 +194,11 @@ class Topology:
 
     def consumer_counts(self, shards: Iterable[str]) -> dict[str, int | None]:
         """Consumers of each shard now; None where it did not answer, left out where it is gone."""
-        return self._call(
-            self._plane.consumer_counts(list(shards)), self.options.answer_timeout + 1
-        )
+        return self._wait(self.futures.consumer_counts(shards), self.options.answer_timeout)
 
     def look_at(self, queues: Iterable[str]) -> dict[str, Declared | None]:
         """Messages and consumers of each queue; None where it did not answer in time."""
-        return self._call(self._plane.look_at(list(queues)), self.options.answer_timeout + 1)
-
-    def when_counted(
-        self, shards: Iterable[str], then: Callable[[dict[str, int | None]], None]
-    ) -> None:
-        """Count consumers without waiting; `then` is called on the control plane's thread."""
-        if self._closed:
-            return
-        work = self._plane.consumer_counts(list(shards))
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        future.add_done_callback(lambda done: None if done.cancelled() else then(done.result()))
+        return self._wait(self.futures.look_at(queues), self.options.answer_timeout)
 
     def nodes(self) -> list[Node]:
         """Every node that a map knows."""
@@ -248,18 +235,10 @@ class Topology:
 
     def change(self, step: Callable[[State], State | None]) -> State:
         """Append what `step` makes of the newest state; asked again if somebody was faster."""
-
-        async def asynchronously(state: State) -> State | None:
-            return step(state)
-
-        return self._changed(self._plane.change(asynchronously))
+        return self.result(self.futures.change(step))
 
     def set_policy(self, policy: Policy) -> State:
-        return self.change(
-            lambda state: (
-                None if state.policies.get(policy.name) == policy else state.with_policy(policy)
-            )
-        )
+        return self.result(self.futures.set_policy(policy))
 
     def clear_policy(self, name: str) -> State:
         return self.change(
@@ -268,9 +247,7 @@ class Topology:
 
     def ensure(self, logical: str) -> Ensured:
         """Make the shards of a logical queue be what its policy says, and record where they are."""
-        check_logical_name(logical)
-        manager = Manager(self._plane, self.vhost)
-        return self._changed(manager.ensure(logical))
+        return self.result(self.futures.ensure(logical))
 
     def find_shards(self, logical: str) -> FoundShards:
         """The queues in the broker that are named as shards of `logical`, the plugin's say."""
@@ -280,8 +257,7 @@ class Topology:
     def adopt(self, found: FoundShards) -> Ensured:
         """Take queues that exist into a map, with their names and messages."""
         self.set_policy(found.policy())
-        manager = Manager(self._plane, self.vhost)
-        return self._changed(manager.ensure(found.logical, found.shards))
+        return self.result(self.futures.ensure(found.logical, found.shards))
 
     def ensure_all(self) -> list[Ensured]:
         """The same for every logical queue that is sharded; the first failure is raised last."""
@@ -297,9 +273,11 @@ class Topology:
 
     def forget(self, logical: str) -> State:
         """Stop sharding a name. Its queues and their messages stay where they are."""
-        return self.change(
-            lambda state: state.without_map(logical) if logical in state.maps else None
-        )
+        return self.result(self.futures.forget(logical))
+
+    def result(self, future: Future[T]) -> T:
+        """Wait for one of `futures`."""
+        return self._wait(future, self.options.change_timeout)
 
     # The thread
 
@@ -316,20 +294,9 @@ class Topology:
     def _start(self, started: threading.Event) -> None:
         has_log = self._fixed is None
         self._plane = ControlPlane(self._urls, self._view, self.options, self._on_change, has_log)
+        self.futures = TopologyFutures(self._plane, self._loop, self.vhost, has_log)
         self._plane.start()
-        self._announcement = self._loop.create_task(self._announce())
         started.set()
-
-    async def _stop(self) -> None:
-        self._announcement.cancel()
-        await self._plane.stop()
-
-    async def _announce(self) -> None:
-        await self._plane.connected()
-        self._ready.set()
-
-    async def _refresh(self) -> None:
-        await self._plane.refresh(await self._plane.connected())
 
     def _on_change(self, old: State, new: State) -> None:
         self._plane.counts["map_changes"] += 1
@@ -344,45 +311,17 @@ class Topology:
             except Exception:
                 logger.exception("a listener of the topology failed")
 
-    def _changed(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._fixed is not None:
-            work.close()
-            raise InvalidInput("maps", "must not be given where maps are to be changed", "maps=…")
-        return self._call(work, self.options.change_timeout + 1)
-
-    def _why_unusable(self) -> str | None:
-        if self._closed:
-            return "the topology is closed"
-        if os.getpid() != self._pid:
-            return "this topology was made before a fork; make one in each process"
+    def _wait(self, future: Future[T], timeout: float) -> T:
         if threading.current_thread() is self._thread:
-            return "a listener of the topology can't wait for the topology"
-        return None
-
-    def _call(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
-        problem = self._why_unusable()
-        if problem is not None:
-            work.close()
-            raise Unreachable(problem)
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            future.cancel()
+            raise Unreachable("a listener of the topology can't wait for the topology")
+        # It has a deadline of its own, on a thread that a listener may hold up.
+        timeout += _GRACE
         try:
             return future.result(timeout)
-        except (TimeoutError, concurrent.futures.TimeoutError):
+        except concurrent.futures.TimeoutError:
             future.cancel()
-            if self._plane.validated_at is None:  # the log is read before anything is changed
-                raise Unreachable(
-                    f"no broker was reached within {timeout:g} s, and nothing was sent: "
-                    f"{self._plane.problem}"
-                ) from None
-            raise OutcomeUnknown(
-                f"no answer within {timeout:g} s ({self._plane.problem}); it may take effect yet"
-            ) from None
-        except concurrent.futures.CancelledError:
-            raise Unreachable("the topology was closed") from None
-        except OSError as error:
-            if isinstance(error, WarrenError):
-                raise
-            raise Unreachable(str(error)) from None
+            raise self.futures.late(timeout) from None
 
 
 def _fixed_state(maps: Iterable[ShardMap]) -> State:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -604,7 +605,14 @@ def test_message_sent_by_an_old_map_is_sent_again_by_the_new_one(
         return (current if refreshed else old) if name == logical else None
 
     monkeypatch.setattr(topology, "shard_map", map_in_memory)
-    monkeypatch.setattr(topology, "refresh", lambda: refreshed.append(True))
+
+    def refresh() -> Future[None]:
+        refreshed.append(True)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    monkeypatch.setattr(topology.futures, "refresh", refresh)
 
     async def play() -> None:
         async with opened(cluster.nodes[0], "plain", topology) as channel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -366,20 +367,28 @@ class AsInAnotherProcess:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._looked = False
         self.claims = Claims()
+        self.futures = LookedBefore(topology.futures)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._topology, name)
 
-    def when_counted(
-        self, shards: list[str], then: Callable[[dict[str, int | None]], None]
-    ) -> None:
+
+class LookedBefore:
+    def __init__(self, futures: Any) -> None:
+        self._futures = futures
+        self._looked = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._futures, name)
+
+    def consumer_counts(self, shards: list[str]) -> Any:
         if self._looked:
-            self._topology.when_counted(shards, then)
-        else:
-            self._looked = True
-            then(dict.fromkeys(shards, 0))
+            return self._futures.consumer_counts(shards)
+        self._looked = True
+        nobody: Future[dict[str, int | None]] = Future()
+        nobody.set_result(dict.fromkeys(shards, 0))
+        return nobody
 
 
 def test_eight_clients_that_consume_at_once_end_evenly(
@@ -417,7 +426,7 @@ def test_no_message_is_lost_while_a_consumer_moves(
             return None
         return shards[1] if mine == shards[0] else shards[0]
 
-    monkeypatch.setattr("interceptors.call_order.better_shard", always_the_other)
+    monkeypatch.setattr("interceptors.calls.better_shard", always_the_other)
     keys = [keys_of(topology, images, shard, 1)[0] for shard in shards]
     publisher, client = connect(), connect()
     client.consume(images, auto_ack=True)
@@ -451,7 +460,7 @@ def test_exclusive_consumer_stays_where_it_is(
     def moved(*_: Any) -> None:
         raise AssertionError("looked for a better shard")
 
-    monkeypatch.setattr("interceptors.pika_callback.Settling", moved)
+    monkeypatch.setattr("interceptors.pika_callback.settle", moved)
     connect().consume(images, exclusive=True)
 
 
