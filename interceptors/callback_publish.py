@@ -45,10 +45,11 @@ def content_of(exchange: str, routing_key: str, body: bytes) -> Content:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A sharded message that is not confirmed yet."""
+    """A message that is not confirmed yet, and may come back."""
 
     content: Content
-    shard: str
+    shard: str | None
+    """None if it is not sharded."""
     asked: bool
     """Whether the application itself asked to have it returned."""
 
@@ -69,7 +70,7 @@ class Unconfirmed:
         self.counts = {"confirmed": 0, "nacked": 0, "returned": 0}
 
     def sent(self, publication: Publication | None) -> None:
-        """One more was published; None if it is not sharded."""
+        """One more was published; None if it can't come back."""
         self._last += 1
         self._sent[self._last] = publication
 
@@ -89,7 +90,7 @@ class Unconfirmed:
         self.counts["returned"] += len(returned)
         if isinstance(verdict, Basic.Nack):
             self.counts["nacked"] += len(sent)
-            return [verdict], {publication.shard for publication in sent.values() if publication}
+            return [verdict], {each.shard for each in sent.values() if each and each.shard}
         self.counts["confirmed"] += len(sent)
         unstored = {tag for tag, publication in returned.items() if not publication.asked}
         if not unstored:
@@ -212,12 +213,15 @@ class PublishingChannel(DeferringChannel):
         if shard_map is None:
             mandatory = mandatory or self._topology.may_drop(exchange, routing_key)
             self._channel.basic_publish(exchange, routing_key, body, properties, mandatory)
+            if self._unconfirmed is not None and mandatory:
+                content = content_of(exchange, routing_key, rules.as_bytes(body))
+                publication = Publication(content, None, asked=True)
         else:
             rules.check_key(shard_map, routing_key)
             shard = shard_map.shard_of(routing_key)
             if only_if_available:
                 self._check_available(shard_map, shard)
-            body = body.encode() if isinstance(body, str) else body
+            body = rules.as_bytes(body)
             sent = addressed(properties, shard.name)
             self._channel.basic_publish(shard_map.exchange, routing_key, body, sent, True)
             if self._unconfirmed is not None:
@@ -257,10 +261,8 @@ class PublishingChannel(DeferringChannel):
         """Whether the application asked for this return; if not, it is dealt with here."""
         what = (method.exchange, method.routing_key, body)
         used = self._returns.map_of(method.exchange)
-        if used is None:
-            return True
         publication = self._unconfirmed.returned(content_of(*what)) if self._unconfirmed else None
-        if publication is not None and publication.asked:
+        if used is None or (publication is not None and publication.asked):
             return True
         verdict = Returned.UNSTORED if publication else self._returns.came_back(*what)
         if verdict is Returned.ASKED:

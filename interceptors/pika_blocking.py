@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeVar
 import pika
 import pika.spec
 from pika.adapters.blocking_connection import BlockingChannel
-from pika.compat import as_bytes
 from pika.exceptions import ChannelClosedByBroker, NackError, UnroutableError
 
 from interceptors import rules
@@ -268,7 +267,7 @@ class ShardedChannel:
         shard = self._shard_for(shard_map, routing_key)
         sent = addressed(properties, shard) if properties else self._bare(shard)
         if mandatory and not self._confirms.active:
-            self._returns.ask(shard_map.exchange, routing_key, as_bytes(body))
+            self._returns.ask(shard_map.exchange, routing_key, rules.as_bytes(body))
         self._returns.used(shard_map)
         try:
             self._confirms.publish(shard_map.exchange, routing_key, body, sent, True, mandatory)

@@ -125,6 +125,10 @@ def need_policy(logical: str) -> InvalidInput:
     )
 
 
+def as_bytes(body: bytes | str) -> bytes:
+    return body.encode() if isinstance(body, str) else bytes(body)
+
+
 def new_tag() -> str:
     """A consumer tag that nobody else has."""
     return f"ctag-{uuid.uuid4().hex}"

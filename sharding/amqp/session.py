@@ -25,6 +25,8 @@ from pika.adapters.utils.connection_workflow import (
 from sharding.amqp.connected_node import REPLY_TO, node_token
 from sharding.errors import RemoteError, Unreachable, reason
 
+_DROP_TIMEOUT = 1.0
+
 
 class Session:
     """One open connection. `lost` is done when it is closed, for whatever reason."""
@@ -45,6 +47,7 @@ class Session:
         lost: asyncio.Future[str] = loop.create_future()
 
         def failed(_: Any, error: BaseException | str) -> None:
+            settle(lost, said_by_pika(error))
             if not opened.done():
                 opened.set_exception(Unreachable(f"{_where(parameters)}: {said_by_pika(error)}"))
 
@@ -59,10 +62,10 @@ class Session:
             async with asyncio.timeout(timeout):
                 await opened
         except TimeoutError:
-            _abort(connection)
+            await _drop(connection, lost)
             raise Unreachable(f"{_where(parameters)}: no answer within {timeout:g} s") from None
         except BaseException:  # cancelled: nobody else will close the socket
-            _abort(connection)
+            await _drop(connection, lost)
             raise
         return cls(connection, lost, _where(parameters))
 
@@ -95,7 +98,7 @@ class Session:
                 await asyncio.wait([self.lost], timeout=timeout)
         finally:
             if not self.lost.done():
-                _abort(self._connection)
+                await _drop(self._connection, self.lost)
 
     async def reply_token(self) -> str:
         """What tells the connected node from others: see `Node.reply_token`.
@@ -127,13 +130,27 @@ class _GivenUp(pika.exceptions.AMQPError):
     """We dropped the connection, and whoever waited for it has been told why."""
 
 
-def _abort(connection: Any) -> None:
-    """Drop the socket of a connection that does not answer.
+async def _drop(connection: Any, lost: asyncio.Future[str]) -> None:
+    """Drop the socket of a connection that does not answer, and wait until it is closed.
 
     pika's own end of a stream: it wants a reason, or an assertion of its fails later on the loop.
+    It takes a few turns of the loop; if that was stopped at once, the socket would stay open.
     """
+    while _has_looked_up(connection):
+        await asyncio.sleep(0)
     if not connection.is_closed:
         connection._terminate_stream(_GivenUp("given up"))
+        await asyncio.wait([lost], timeout=_DROP_TIMEOUT)
+
+
+def _has_looked_up(connection: Any) -> bool:
+    """Whether a host was looked up and pika has not dealt with it yet, which it does next.
+
+    Given up at that moment, pika goes on to connect, and forgets the socket.
+    """
+    task = getattr(connection._connection_workflow, "_task_ref", None)
+    looking_up = getattr(task, "_future", None)
+    return looking_up is not None and bool(looking_up.done())
 
 
 def _is_news(record: logging.LogRecord) -> bool:

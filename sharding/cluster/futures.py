@@ -50,8 +50,8 @@ class TopologyFutures:
     def close(self) -> None:
         """End what is asked and not answered; whatever is asked from now on fails."""
         self._closed = True
-        for future in list(self._asked):
-            _fail(future, Unreachable("the topology was closed"))
+        for answer in list(self._asked):
+            _fail(answer, Unreachable("the topology was closed"))
 
     # Questions
 

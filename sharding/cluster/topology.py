@@ -287,6 +287,7 @@ class Topology:
         try:
             self._loop.run_forever()
         finally:
+            self._loop.run_until_complete(_end_of_tasks())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
@@ -322,6 +323,14 @@ class Topology:
         except concurrent.futures.TimeoutError:
             future.cancel()
             raise self.futures.late(timeout) from None
+
+
+async def _end_of_tasks() -> None:
+    """End what is still asked, whoever waited for it."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
 
 
 def _fixed_state(maps: Iterable[ShardMap]) -> State:

@@ -36,9 +36,8 @@ from sharding.stream.connections.open_connections import CAPACITY
 from sharding.stream.connections.pool import DedicatedConnections, Pool
 from sharding.stream.consumer.consumer import Consumer
 from sharding.stream.consumer.offset_store import check_offset, store_offset_surely
-from sharding.stream.consumer.offset_times import offset_at
 from sharding.stream.consumer.probe import Ends, leader_ends
-from sharding.stream.consumer.ranges import RangeReading, read_range
+from sharding.stream.consumer.ranges import RangeReading, offset_at, read_range
 from sharding.stream.errors import StreamNotFound
 from sharding.stream.options import ConsumerOptions, ProducerOptions, RouteOptions, StreamArguments
 from sharding.stream.producer.partitioning import BrokerRoutes, PartitionFunction, by_hash

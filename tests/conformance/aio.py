@@ -240,6 +240,21 @@ class AioCaller(Caller):
 
         return self._ask(work)
 
+    def consume_all(self, queue: str) -> Value:
+        async def on_message(incoming: Any) -> None:
+            self.noticed.messages.append(_message(incoming))
+
+        async def work() -> Value:
+            return list(await self.channel.consume_all(queue, on_message, no_ack=True))
+
+        return self._ask(work)
+
+    def counters(self) -> Value:
+        async def work() -> Value:
+            return dict(self.channel.counters)
+
+        return self._ask(work)
+
     def is_open(self) -> Value:
         async def work() -> Value:
             return not self.channel.is_closed

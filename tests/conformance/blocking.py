@@ -201,6 +201,15 @@ class BlockingCaller(Caller):
 
         return self._ask(ask)
 
+    def consume_all(self, queue: str) -> Value:
+        def on_message(_: Any, method: Any, properties: Any, body: bytes) -> None:
+            self.noticed.messages.append(values.message(method, properties, body))
+
+        return self._ask(lambda: list(self.channel.basic_consume_all(queue, on_message, True)))
+
+    def counters(self) -> Value:
+        return self._ask(lambda: dict(self.channel.counters))
+
     def is_open(self) -> Value:
         return self._ask(lambda: bool(self.channel.is_open))
 

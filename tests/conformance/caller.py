@@ -163,6 +163,15 @@ class Caller(ABC):
         """Ask the broker something on the channel. What it sent on it before has then arrived, and
         the callbacks for it have been called."""
 
+    # What wrapped channels have besides.
+
+    @abstractmethod
+    def consume_all(self, queue: str) -> Value:
+        """The consumer tags. Messages are acknowledged by being delivered."""
+
+    @abstractmethod
+    def counters(self) -> Value: ...
+
     # States.
 
     @abstractmethod

@@ -226,6 +226,15 @@ class AsyncCaller(Caller):
     def round_trip(self) -> Value:
         return self.declare_exchange("amq.direct", passive=True)
 
+    def consume_all(self, queue: str) -> Value:
+        def on_message(_: Any, method: Any, properties: Any, body: bytes) -> None:
+            self.noticed.messages.append(values.message(method, properties, body))
+
+        return self._at_once(lambda: self.channel.basic_consume_all(queue, on_message, True))
+
+    def counters(self) -> Value:
+        return self._at_once(lambda: dict(self.channel.counters))
+
     def is_open(self) -> Value:
         return self._at_once(lambda: bool(self.channel.is_open))
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import pika
@@ -30,7 +28,7 @@ from interceptors.call_order import CallOrder
 from interceptors.callback_publish import Publication, Unconfirmed
 from interceptors.pika_callback import AsyncShardedChannel
 from sharding import InvalidInput, Policy, Shard, ShardName, ShardUnavailable
-from sharding.cluster.topology import Claims, Topology
+from sharding.cluster.topology import Topology
 from sharding.maps.shard_map import ShardMap
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
@@ -360,53 +358,6 @@ def test_shard_that_was_gone_for_a_while_is_consumed_again(
 
 def start_consuming(client: Client, queue: str) -> str:
     return str(client.do(lambda: client.channel.basic_consume(queue, client.on_message, True)))
-
-
-class AsInAnotherProcess:
-    """The topology as another process would have it, which looked when no shard had a consumer."""
-
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
-        self.claims = Claims()
-        self.futures = LookedBefore(topology.futures)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._topology, name)
-
-
-class LookedBefore:
-    def __init__(self, futures: Any) -> None:
-        self._futures = futures
-        self._looked = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._futures, name)
-
-    def consumer_counts(self, shards: list[str]) -> Any:
-        if self._looked:
-            return self._futures.consumer_counts(shards)
-        self._looked = True
-        nobody: Future[dict[str, int | None]] = Future()
-        nobody.set_result(dict.fromkeys(shards, 0))
-        return nobody
-
-
-def test_eight_clients_that_consume_at_once_end_evenly(
-    connect: Connect, cluster: Cluster, topology: Topology, queue: str
-) -> None:
-    sharded(topology, queue, 4)
-    shards = local_shards(topology, cluster.nodes[0], queue)
-    clients = [connect(topology=AsInAnotherProcess(topology)) for _ in range(8)]
-    tags = [start_consuming(client, queue) for client in clients]
-    wait_until(
-        lambda: consumers(topology, shards) == [2, 2, 2, 2],
-        explain=lambda: str(consumers(topology, shards)),
-    )
-    # Who moved kept its tag, and can be cancelled by it.
-    for client, tag in zip(clients, tags, strict=True):
-        assert client.channel.consumer_tags == [tag]
-        client.ask(partial(client.channel.basic_cancel, tag))
-    assert consumers(topology, shards) == [0, 0, 0, 0]
 
 
 def test_no_message_is_lost_while_a_consumer_moves(

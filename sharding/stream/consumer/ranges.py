@@ -13,17 +13,19 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from sharding.errors import InvalidInput, Unreachable, WarrenError, is_retryable
 from sharding.stream.connections.access import Access
+from sharding.stream.consumer.consumer import Consumer
 from sharding.stream.consumer.data_loss import is_lost, without_gap
 from sharding.stream.consumer.inbox import Inbox, Lane
 from sharding.stream.consumer.probe import Ends, first_and_last, leader_ends
 from sharding.stream.consumer.subscription import Subscription, check_abilities
 from sharding.stream.errors import DataLost, NoAnswerInTime
 from sharding.stream.messages.chunk import parse_header
-from sharding.stream.options import Columns, ConsumerOptions, OnDataLoss
+from sharding.stream.options import Columns, ConsumerOptions, OnDataLoss, offset_spec
 from sharding.stream.protocol.commands import Metadata, Subscribe, Unsubscribe
 from sharding.stream.protocol.constants import NEXT, Broker, OffsetSpec
 from sharding.stream.routes.values import consumer_candidates
@@ -275,3 +277,25 @@ class _Chunks:
 
     def on_lost(self, reason: Exception) -> None:
         self.lost = reason
+
+
+def offset_at(access: Access, stream: str, time: datetime, timeout: float) -> int | None:
+    """The first offset that was stored at that time or later; None if nothing was."""
+    wanted = offset_spec(time)
+    ends = leader_ends(access, stream, timeout)
+    if ends is None:
+        return None
+    last_chunk = read_range(access, stream, ends.last_chunk, ends.last + 1, timeout=timeout)
+    if _time_of(next(last_chunk)) < wanted.value:
+        return None
+    # So it can't wait for ever: there is a chunk that late.
+    with Consumer((stream,), access, ConsumerOptions(offset=wanted, credits=2)) as consumer:
+        batch = next(consumer.batches(timeout), None)
+    if batch is None:
+        raise Unreachable(f"no message of {stream!r} came in time, though it is stored")
+    return int(batch.column("offset")[0].as_py())
+
+
+def _time_of(batch: pa.RecordBatch) -> int:
+    """In milliseconds since 1970."""
+    return int(batch.column("timestamp")[0].value)

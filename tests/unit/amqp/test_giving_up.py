@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
+from pika.adapters.asyncio_connection import AsyncioConnection
 
+from sharding.amqp import session
 from sharding.amqp.addresses import connection_parameters
 from sharding.amqp.session import Session
 from sharding.errors import Unreachable
@@ -80,3 +84,36 @@ def test_giving_up_is_no_error(attempt: Attempt, caplog: pytest.LogCaptureFixtur
 
 def test_a_peer_that_refuses_still_is_one(caplog: pytest.LogCaptureFixture) -> None:
     assert errors_of_pika(refused, caplog)
+
+
+def test_no_socket_is_forgotten_at_whatever_moment_we_give_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """pika forgets one that it opens for an address that it was just about to be told."""
+    made: list[socket.socket] = []
+
+    class Seen(socket.socket):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    async def give_up_at(port: int) -> None:
+        loop = asyncio.get_running_loop()
+        lost: asyncio.Future[str] = loop.create_future()
+        connection = AsyncioConnection(
+            connection_parameters(f"amqp://127.0.0.1:{port}"),
+            on_open_error_callback=lambda *_: session.settle(lost, "given up"),
+            custom_ioloop=loop,
+        )
+        while not session._has_looked_up(connection):
+            await asyncio.sleep(0)
+        await session._drop(connection, lost)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr("pika.adapters.utils.connection_workflow.socket.socket", Seen)
+        asyncio.run(give_up_at(silent.getsockname()[1]))
+        monkeypatch.undo()
+    [dialled] = [each for each in made if each.proto == socket.IPPROTO_TCP]
+    is_closed = dialled.fileno() == -1
+    dialled.close()
+    assert is_closed

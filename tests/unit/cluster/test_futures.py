@@ -1,0 +1,76 @@
+"""Futures of a topology end, whatever becomes of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sharding import InvalidInput, ShardMap, Topology
+from sharding.cluster.topology import TopologyOptions
+from sharding.errors import Unreachable
+
+OPTIONS = TopologyOptions(connect_timeout=0.2, answer_timeout=0.2, change_timeout=0.5)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A place that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        yield f"amqp://guest:guest@127.0.0.1:{silent.getsockname()[1]}/"
+
+
+def failure(future: Future[Any]) -> str:
+    error = future.exception(timeout=10)
+    assert isinstance(error, Unreachable), error
+    return str(error)
+
+
+def test_a_question_that_nobody_answers_ends_with_why(url: str) -> None:
+    with Topology(url, options=OPTIONS) as topology:
+        assert not topology.is_ready
+        assert "could not be read within 0.3 s" in failure(topology.futures.ready(0.3))
+        assert "nothing was sent" in failure(topology.futures.forget("images"))
+        with pytest.raises(Unreachable, match="nothing was sent"):
+            topology.forget("images")
+
+
+def test_what_waits_when_the_topology_is_closed_is_told(url: str) -> None:
+    topology = Topology(url, options=replace(OPTIONS, change_timeout=60))
+    waiting = topology.futures.forget("images")
+    topology.close()
+    assert failure(waiting) == "the topology was closed"
+    assert failure(topology.futures.forget("images")) == "the topology is closed"
+    with pytest.raises(Unreachable, match="the topology is closed"):
+        topology.forget("images")
+
+
+def test_who_gives_up_takes_the_question_back(url: str) -> None:
+    with Topology(url, options=replace(OPTIONS, change_timeout=60)) as topology:
+        waiting = topology.futures.refresh(60)
+        assert waiting.cancel()
+        topology.close()
+        assert waiting.cancelled()
+
+
+def test_a_child_process_is_told_to_make_its_own(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Topology(url, options=OPTIONS) as topology:
+        parent = os.getpid()
+        monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+        assert "before a fork" in failure(topology.futures.refresh())
+        monkeypatch.undo()
+
+
+def test_fixed_maps_are_ready_and_can_not_be_changed(url: str) -> None:
+    no_maps: list[ShardMap] = []
+    with Topology(url, maps=no_maps, options=OPTIONS) as topology:
+        assert topology.is_ready
+        assert topology.futures.ready(0).result(10) is None
+        assert topology.futures.refresh().result(10) is None
+        with pytest.raises(InvalidInput, match="must not be given where maps are to be changed"):
+            topology.futures.forget("images")
