@@ -27,7 +27,14 @@ from aio_pika.tools import CallbackCollection
 
 from interceptors import rules
 from interceptors.aio_consumers import Consumer, Consumers
-from interceptors.aio_objects import AskedReturns, OnMessage, Proxy, ShardedExchange, ShardedQueue
+from interceptors.aio_objects import (
+    AskedReturns,
+    OneAtATime,
+    OnMessage,
+    Proxy,
+    ShardedExchange,
+    ShardedQueue,
+)
 from interceptors.calls import Calls
 from interceptors.connections import WrappedConnection
 from interceptors.rules import Placement
@@ -66,6 +73,7 @@ class AioShardedChannel(Proxy):
         self._topology = topology
         self._confirm_timeout = confirm_timeout
         self._robust = isinstance(channel, AbstractRobustChannel)
+        self._message_ids = OneAtATime()
         self._port = AioPort(channel, confirm_timeout)
         self._calls = Calls(self._port, topology, placement, node)
         self._background: set[asyncio.Future[None]] = set()

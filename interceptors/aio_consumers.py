@@ -93,6 +93,7 @@ class Consumers:
         self._ended = False
         self._looking = asyncio.Lock()
         self._wake = asyncio.Event()
+        self._end = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], None] | None = None
         # Held here and known to the channel weakly, so that neither keeps the other alive.
@@ -112,7 +113,7 @@ class Consumers:
     async def add(self, shard: str, wish: dict[str, Any], tag: str | None, kept: bool) -> Consumer:
         """A consumer on a shard."""
         consumer = Consumer(self, shard, wish, tag or new_tag(), kept)
-        await self._place(consumer)
+        await self._place(consumer, shard)
         if kept:
             self._keep()
         return consumer
@@ -129,17 +130,25 @@ class Consumers:
             self._unsubscribe = self._topology.subscribe(on_change)
         new = Everywhere(logical, wish)
         self._everywhere.append(new)
+        try:
+            await self._look_after()
+        except BaseException:  # who called does not know its tags, and may call again
+            self._everywhere.remove(new)
+            for consumer in new.consumers.values():
+                consumer.ended = True
+            raise
         self._keep()
-        await self._look_after()
         return [each.tag for each in new.consumers.values() if each.tag in self._by_tag]
 
     async def queue_of(self, shard: str) -> Any:
         """aio-pika's object for a shard. Not declared: the manager does that."""
         return await self._channel.get_queue(shard, ensure=False)
 
-    async def _place(self, consumer: Consumer) -> None:
-        queue = await self.queue_of(consumer.shard)
+    async def _place(self, consumer: Consumer, shard: str) -> None:
+        """It belongs where it was until the broker has said yes: there it is restored."""
+        queue = await self.queue_of(shard)
         await queue.consume(consumer_tag=consumer.tag, **consumer.wish)
+        consumer.shard = shard
         self._by_tag[consumer.tag] = consumer
 
     async def release(self, tag: str) -> Any:
@@ -177,8 +186,7 @@ class Consumers:
             async with asyncio.timeout(self._answer_timeout):
                 # What is delivered until the broker says cancel-ok still reaches the callback.
                 await queue.cancel(consumer.tag)
-                consumer.shard = target
-                await self._place(consumer)
+                await self._place(consumer, target)
 
     async def _is_consuming(self, consumer: Consumer) -> bool:
         if self._channel.is_closed:
@@ -203,7 +211,9 @@ class Consumers:
                 failures = 0
             else:
                 failures += 1
-                await asyncio.sleep(_BACKOFF.pause(failures, self._random.random()))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_BACKOFF.pause(failures, self._random.random())):
+                        await self._end.wait()
                 self._wake.set()
         self.end()
 
@@ -244,7 +254,7 @@ class Consumers:
                     answers = counts.get(consumer.shard) is not None
                     if answers and not consumer.ended and not await self._is_consuming(consumer):
                         async with asyncio.timeout(self._answer_timeout):
-                            await self._place(consumer)
+                            await self._place(consumer, consumer.shard)
 
     def _add_new_shards(self) -> None:
         for each in self._everywhere:
@@ -258,6 +268,7 @@ class Consumers:
     def end(self) -> None:
         """The application closes the channel: nothing is moved or restored any more."""
         self._ended = True
+        self._end.set()
         self._wake.set()
         for consumer in self._by_tag.values():
             consumer.ended = True

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiormq.abc
@@ -18,7 +19,7 @@ from aio_pika.exceptions import DeliveryError, PublishError
 from aio_pika.tools import STUB_AWAITABLE, CallbackCollection
 
 from interceptors import rules
-from sharding.errors import OutcomeUnknown, ShardUnavailable
+from sharding.errors import OutcomeUnknown
 from sharding.maps.shard_map import ShardMap
 from sharding.publishing.addressing import headers_to
 
@@ -67,6 +68,27 @@ class AskedReturns(CallbackCollection[Any, [Any]]):
 
     def __call__(self, message: Any) -> Awaitable[Any]:
         return STUB_AWAITABLE if message.message_id in self.unasked else super().__call__(message)
+
+
+class OneAtATime:
+    """Lets nobody in with a name that somebody inside has.
+
+    aiormq tells returned messages apart by their ids: of two with one id on their way, a return of
+    the one would be taken for the other's.
+    """
+
+    def __init__(self) -> None:
+        self._inside: dict[str, asyncio.Lock] = {}
+
+    @asynccontextmanager
+    async def only(self, name: str) -> AsyncIterator[None]:
+        lock = self._inside.setdefault(name, asyncio.Lock())
+        async with lock:
+            try:
+                yield
+            finally:
+                if not lock._waiters:
+                    self._inside.pop(name, None)
 
 
 class ShardedQueue(Proxy):
@@ -200,10 +222,7 @@ class ShardedExchange(Proxy):
             result = await sending.to_shard_in(fresh)
             if not _came_back(result):
                 return result
-        raise ShardUnavailable(
-            f"{sending.shard!r} is not bound to the exchange {self._logical!r}, nothing was "
-            "stored; 'warren shards ensure' makes it again"
-        )
+        raise rules.unbound(str(sending.shard), self._logical)
 
     async def delete(self, if_unused: bool = False, timeout: float | None = None) -> Any:
         async def delete(_: str) -> Any:
@@ -272,6 +291,10 @@ class _Sending:
         self.shard = shard.name
         sent = _Addressed(self._message, shard.name)
         exchange = await self._exchange.exchange_of(shard_map)
+        async with self._owner._message_ids.only(sent.properties.message_id):
+            return await self._publish(exchange, sent)
+
+    async def _publish(self, exchange: Any, sent: _Addressed) -> Any:
         unasked = self._owner.return_callbacks.unasked
         if not self._mandatory:
             unasked.add(sent.properties.message_id)

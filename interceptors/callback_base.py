@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import pika
 from pika.channel import Channel
 from pika.exceptions import ChannelClosedByBroker, ChannelWrongStateError
+from pika.spec import Channel as ChannelMethods
 
 from interceptors import rules
 from interceptors.call_order import Answer, CallOrder, Done, InTurn, Steps, Work
@@ -135,6 +136,8 @@ class DeferringChannel:
         self._order.stop()
         if self._channel.is_open:
             self._inner._rpc(InTurn(rules.NO_SUCH_DELIVERY))
+        elif not (self._channel.is_closing or self._channel.is_closed):
+            self._inner.add_callback(lambda _: self._refuse(text), [ChannelMethods.OpenOk])
 
     def _fail(self, error: Exception) -> None:
         logger.error("closing channel %d: %s", int(self), error)

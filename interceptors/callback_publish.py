@@ -211,11 +211,11 @@ class PublishingChannel(DeferringChannel):
         publication: Publication | None = None
         shard_map = self._map(exchange)
         if shard_map is None:
-            mandatory = mandatory or self._topology.may_drop(exchange, routing_key)
-            self._channel.basic_publish(exchange, routing_key, body, properties, mandatory)
-            if self._unconfirmed is not None and mandatory:
+            returns = mandatory or self._topology.may_drop(exchange, routing_key)
+            self._channel.basic_publish(exchange, routing_key, body, properties, returns)
+            if self._unconfirmed is not None and returns:
                 content = content_of(exchange, routing_key, rules.as_bytes(body))
-                publication = Publication(content, None, asked=True)
+                publication = Publication(content, None, asked=mandatory)
         else:
             rules.check_key(shard_map, routing_key)
             shard = shard_map.shard_of(routing_key)

@@ -231,9 +231,6 @@ class Everywhere(Protocol):
 
     def is_open(self) -> bool: ...
 
-    def note_cancelled(self) -> None:
-        """Tell the wish what the application has cancelled, if it was not told at once."""
-
     async def consume(self, shard: str, tag: str) -> None: ...
 
     async def changed(self) -> None:
@@ -249,17 +246,15 @@ async def consume_missing(
     other consumers with it.
     """
     shards = shards_of(topology, logical)
-    channel.note_cancelled()
     missing = wish.missing(shards)
     if not missing:
         return True
     counts = await waits.wait(topology.futures.consumer_counts(missing))
     for shard in missing:
-        if counts.get(shard) is not None and channel.is_open():
-            channel.note_cancelled()
-            if shard in wish.missing(shards):
-                await channel.consume(shard, wish.tags[shard])
-                wish.placed(shard)
+        is_wanted = shard in wish.missing(shards)  # still, after the waiting
+        if is_wanted and counts.get(shard) is not None and channel.is_open():
+            await channel.consume(shard, wish.tags[shard])
+            wish.placed(shard)
     return not wish.missing(shards)
 
 
@@ -267,12 +262,15 @@ async def keep_consuming(
     waits: Background, topology: Topology, logical: str, wish: EveryShard, channel: Everywhere
 ) -> None:
     """Keep a consumer on every shard, whatever comes and goes, as long as one is wanted."""
+    said = ""
     while channel.is_open() and not wish.is_over:
         try:
             complete = await consume_missing(waits, topology, logical, wish, channel)
         except WarrenError as error:
-            logger.warning("can't look for shards of %r: %s", logical, error)
             complete = False
+            if said != str(error):
+                said = str(error)
+                logger.warning("can't look for shards of %r: %s", logical, error)
         if complete:
             await channel.changed()
         else:

@@ -6,7 +6,7 @@ Whatever is not in the table of `rules` is the wrapped channel's own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
@@ -30,7 +30,7 @@ from interceptors.calls import (
 from interceptors.rules import EveryShard, Placement, Returned, Stray
 from sharding.amqp.connected_node import REPLY_TO, peer_of
 from sharding.cluster.topology import Topology
-from sharding.errors import InvalidInput, OutcomeUnknown, ShardUnavailable
+from sharding.errors import InvalidInput, OutcomeUnknown
 from sharding.maps.shard_map import Route, ShardMap
 from sharding.metrics.sources import Subject
 from sharding.publishing.addressing import Encoded, addressed
@@ -78,6 +78,8 @@ class ShardedChannel:
         self._reading = Steps(impl._adapter_add_callback_threadsafe, impl._adapter_call_later)
         self._returns = rules.Returns()
         self._strays: list[Stray] = []
+        self._transacting = False
+        self._everywhere: list[EveryShard] = []
         self._encoded: dict[str, Encoded] = {}
         self._at_close: list[Callable[[], None]] = []
         self._inner._impl.add_on_return_callback(self._on_return)
@@ -127,12 +129,15 @@ class ShardedChannel:
         if shard_map is None:
             return self._channel.basic_consume(queue, deliver, *options, consumer_tag, wishes)
 
-        async def consume(shard: str, tag: str | None = consumer_tag) -> str:
-            return self._channel.basic_consume(shard, deliver, *options, tag, wishes)
+        async def consume(shard: str) -> str:
+            return self._channel.basic_consume(shard, deliver, *options, consumer_tag, wishes)
 
         tag, shard, shards = at_once(self._calls.consume(shard_map, consume))
         if not exclusive and len(shards) > 1:
-            consumer = _Consumer(self._channel, tag, shard, consume, deliver)
+            wanted = pika.spec.Basic.Consume(
+                queue=shard, consumer_tag=tag, no_ack=auto_ack, arguments=wishes or {}
+            )
+            consumer = _Consumer(self._inner, self._confirms, wanted)
             settling = settle(self._background, self._topology, consumer, shards)
             self._background.run(settling, consumer.stays)
         return tag
@@ -154,9 +159,21 @@ class ShardedChannel:
         self._inner.add_on_cancel_callback(everywhere.on_cancel)
         undo = self._topology.subscribe(lambda *_: self._background.on_loop(everywhere.wake))
         self._at_close.append(undo)
+        self._everywhere.append(wish)
         at_once(consume_missing(self._calls.port, *about))
         self._background.run(keep_consuming(self._background, *about), everywhere.failed)
         return wish.consumed
+
+    def basic_cancel(self, consumer_tag: str) -> Any:
+        for wish in self._everywhere:
+            wish.cancelled(consumer_tag)
+        return self._channel.basic_cancel(consumer_tag)
+
+    def stop_consuming(self, consumer_tag: str | None = None) -> None:
+        for wish in self._everywhere:
+            for tag in [consumer_tag] if consumer_tag else wish.tags.values():
+                wish.cancelled(tag)
+        self._channel.stop_consuming(consumer_tag)
 
     def basic_get(self, queue: str, auto_ack: bool = False) -> tuple[Any, Any, Any]:
         return self._channel.basic_get(at_once(self._calls.queue_to_read(queue)), auto_ack)
@@ -248,6 +265,10 @@ class ShardedChannel:
 
     # Publishing
 
+    def tx_select(self) -> Any:
+        self._transacting = True
+        return self._channel.tx_select()
+
     def confirm_delivery(self) -> None:
         self._confirms.select()
 
@@ -300,12 +321,12 @@ class ShardedChannel:
         shard_map = self._topology.shard_map(logical)
         now = shard_map.shard_of(routing_key).name if shard_map else shard
         if shard_map is None or now == shard:
-            raise ShardUnavailable(
-                f"{shard!r} is not bound to the exchange {logical!r}, nothing was stored; "
-                "'warren shards ensure' makes it again"
-            )
+            raise rules.unbound(shard, logical)
         again = addressed(properties, now)
-        self._confirms.publish(shard_map.exchange, routing_key, body, again, True, asked=False)
+        try:
+            self._confirms.publish(shard_map.exchange, routing_key, body, again, True, asked=False)
+        except UnroutableError:
+            raise rules.unbound(now, logical) from None
 
     def _shard_for(self, shard_map: ShardMap, routing_key: str) -> str:
         rules.check_key(shard_map, routing_key)
@@ -327,7 +348,9 @@ class ShardedChannel:
             return
         method.warren_unasked = True
         self._topology.suspect(shard_map.shard_of(method.routing_key).name)
-        if verdict is Returned.UNSTORED or len(self._strays) >= rules.MOST_STRAYS:
+        # A message sent again in a transaction would wait for a commit that may never come.
+        hopeless = self._transacting or len(self._strays) >= rules.MOST_STRAYS
+        if verdict is Returned.UNSTORED or hopeless:
             logger.error("%s", rules.unstored(shard_map.logical, method.routing_key))
             return
         self._strays.append(Stray(shard_map.logical, method.routing_key, properties, body))
@@ -337,6 +360,9 @@ class ShardedChannel:
             self._reading.run(again, _not_sent_again)
 
     def _publish_stray(self, shard_map: ShardMap, shard: str, stray: Stray) -> None:
+        if self._confirms.active or self._transacting:  # by now: it would be nobody's confirm
+            logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
+            return
         sent = addressed(stray.properties, shard)
         publish = self._inner._impl.basic_publish
         publish(shard_map.exchange, stray.routing_key, stray.body, sent, True)
@@ -398,37 +424,47 @@ class BlockingPort:
 
 
 class _Consumer:
-    """A consumer that may be moved (`calls.Movable`)."""
+    """A consumer that may be moved (`calls.Movable`).
 
-    def __init__(
-        self,
-        channel: BlockingChannel,
-        tag: str,
-        shard: str,
-        consume: Callable[..., Coroutine[Any, None, str]],
-        deliver: OnMessage,
-    ) -> None:
+    To move is to cancel and to consume again under the same tag, by the bare methods: for pika the
+    consumer is there all the time, so that what is delivered until cancel-ok reaches the
+    application. `basic_cancel` would drop it, and with auto_ack it would be lost.
+    """
+
+    def __init__(self, channel: Any, confirms: BlockingConfirms, consume: Any) -> None:
         self._channel = channel
-        self._tag = tag
-        self.shard = shard
+        self._confirms = confirms
         self._consume = consume
-        self._deliver = deliver
+        # The same tag may be used again for another consumer; pika's record tells them apart.
+        self._record = self._record_now()
+
+    def _record_now(self) -> Any:
+        return self._channel._consumer_infos.get(self._consume.consumer_tag)
+
+    @property
+    def shard(self) -> str:
+        return str(self._consume.queue)
 
     def is_alive(self) -> bool:
-        return bool(self._channel.is_open) and self._tag in self._channel.consumer_tags
+        record = self._record_now()
+        return bool(self._channel.is_open) and record is self._record and bool(record.active)
 
     def stays(self, error: Exception) -> None:
         logger.debug("a consumer stays on %r: %s", self.shard, error)
 
     async def move(self, target: str) -> None:
-        undelivered = self._channel.basic_cancel(self._tag)
-        try:
-            await self._consume(target, self._tag)
-            self.shard = target
-        finally:
-            # The broker takes these for acknowledged, whatever becomes of the consumer.
-            for method, properties, body in undelivered:
-                self._deliver(self._channel, method, properties, body)
+        # At once, so that the application does not cancel it in between.
+        tag = self._consume.consumer_tag
+        cancel = pika.spec.Basic.Cancel(consumer_tag=tag, nowait=False)
+        self._call(cancel, pika.spec.Basic.CancelOk)
+        self._consume.queue = target
+        self._call(self._consume, pika.spec.Basic.ConsumeOk)
+
+    def _call(self, method: Any, answer: Any) -> None:
+        answered: list[Any] = []
+        expected = (answer, {"consumer_tag": method.consumer_tag})
+        self._channel._impl._rpc(method, answered.append, [expected])
+        self._confirms.wait_until(lambda: bool(answered))
 
 
 class _Everywhere:
@@ -446,10 +482,6 @@ class _Everywhere:
 
     def is_open(self) -> bool:
         return bool(self._channel.is_open)
-
-    def note_cancelled(self) -> None:
-        # `stop_consuming` cancels too, and says so to nobody.
-        self._wish.cancelled_unless_in(self._channel.consumer_tags)
 
     async def consume(self, shard: str, tag: str) -> None:
         self._channel.basic_consume(shard, self._deliver, self._auto_ack, consumer_tag=tag)

@@ -332,9 +332,6 @@ class _Everywhere:
     def is_open(self) -> bool:
         return self._owner.is_open
 
-    def note_cancelled(self) -> None:
-        """`basic_cancel` has said so."""
-
     async def consume(self, shard: str, tag: str) -> None:
         consume = self._owner._channel.basic_consume
         consume(shard, self._deliver, self._auto_ack, consumer_tag=tag)

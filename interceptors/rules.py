@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any
@@ -107,6 +107,14 @@ def check_available(shard_map: ShardMap, shard: Shard, unavailable: bool) -> Non
         )
 
 
+def unbound(shard: str, logical: str) -> ShardUnavailable:
+    """What is raised where no shard took a message, and nothing more can be done."""
+    return ShardUnavailable(
+        f"{shard!r} is not bound to the exchange {logical!r}, nothing was stored; "
+        "'warren shards ensure' makes it again"
+    )
+
+
 def policy_of_arguments(
     logical: str, arguments: Mapping[str, Any] | None, durable: bool
 ) -> Policy | None:
@@ -175,10 +183,6 @@ class EveryShard:
     def cancelled(self, tag: str) -> None:
         """The application ended a consumer, or never wants it."""
         self._cancelled |= {shard for shard, known in self.tags.items() if known == tag}
-
-    def cancelled_unless_in(self, tags: Collection[str]) -> None:
-        """Where nobody says what the application cancels: all that is gone, and was not lost."""
-        self._cancelled |= {shard for shard in self._placed if self.tags[shard] not in tags}
 
     @property
     def consumed(self) -> list[str]:

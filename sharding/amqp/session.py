@@ -378,9 +378,9 @@ class Channel:
         return str(await self._answer(future))
 
     async def _ask(self, method: Callable[..., Any], **arguments: Any) -> Any:
-        future = self._future()
         if self.refused is not None or not self._channel.is_open:
             raise self.refused or Unreachable("the channel is closed")
+        future = self._future()
         method(**arguments, callback=lambda frame: settle(future, frame))
         return await self._answer(future)
 

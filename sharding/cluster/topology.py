@@ -102,12 +102,16 @@ class Topology:
         if self._closed:
             return
         self._closed = True
+        self.futures.close()
+        stopping = asyncio.run_coroutine_threadsafe(self._plane.stop(), self._loop)
+        stopping.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        if threading.current_thread() is self._thread:
+            return  # a listener closes it; the thread ends when that has returned
         try:
-            asyncio.run_coroutine_threadsafe(self._plane.stop(), self._loop).result(timeout)
+            stopping.result(timeout)
         except concurrent.futures.TimeoutError:
             logger.warning("the control plane did not stop within %g s", timeout)
-        self.futures.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout)
 
     # Reading

@@ -45,10 +45,10 @@ def test_the_wish_is_over_when_all_are_cancelled() -> None:
     wish = EveryShard()
     for shard in wish.missing(["a", "b"]):
         wish.placed(shard)
-    wish.cancelled_unless_in([wish.tags["b"]])
+    wish.cancelled(wish.tags["a"])
     wish.see(["a", "b"])
     assert not wish.is_over
-    wish.cancelled_unless_in([])
+    wish.cancelled(wish.tags["b"])
     assert wish.missing(["a", "b", "new"]) == []
     assert wish.is_over
 

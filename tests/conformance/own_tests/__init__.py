@@ -1,0 +1,1 @@
+"""pika's and aio-pika's own tests, run through our wrappers."""
