@@ -458,7 +458,8 @@ class _Consumer:
         cancel = pika.spec.Basic.Cancel(consumer_tag=tag, nowait=False)
         self._call(cancel, pika.spec.Basic.CancelOk)
         self._consume.queue = target
-        self._call(self._consume, pika.spec.Basic.ConsumeOk)
+        with self._channel._basic_consume_ok_result:  # hears of every consume-ok
+            self._call(self._consume, pika.spec.Basic.ConsumeOk)
 
     def _call(self, method: Any, answer: Any) -> None:
         answered: list[Any] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -74,3 +75,18 @@ def test_fixed_maps_are_ready_and_can_not_be_changed(url: str) -> None:
         assert topology.futures.refresh().result(10) is None
         with pytest.raises(InvalidInput, match="must not be given where maps are to be changed"):
             topology.futures.forget("images")
+
+
+def test_a_topology_may_be_closed_on_its_own_thread(url: str) -> None:
+    """By a listener, or by whoever hears of an answer there."""
+    topology = Topology(url, options=OPTIONS)
+    closed = threading.Event()
+
+    def close() -> None:
+        topology.close()
+        closed.set()
+
+    topology._loop.call_soon_threadsafe(close)
+    assert closed.wait(10)
+    topology._thread.join(10)
+    assert not topology._thread.is_alive()

@@ -1,0 +1,327 @@
+"""Wrapped channels where states change in the middle: found by an attack, each one seen failing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import aio_pika
+import pika
+import pytest
+from pika.adapters.blocking_connection import BlockingConnection
+from pika.exceptions import ChannelClosedByBroker
+
+from interceptors import AioShardedChannel, AsyncShardedConnection, ShardedChannel
+from sharding import Policy, ShardMap, ShardUnavailable, Topology, Unreachable
+from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
+from tests.support import patient
+from tests.support.other_views import View, WithAnOldMap
+from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def topology(cluster: Cluster) -> Iterator[Topology]:
+    with topology_of(cluster, options=patient.TOPOLOGY) as opened:
+        yield opened
+
+
+@pytest.fixture
+def connection(cluster: Cluster) -> Iterator[BlockingConnection]:
+    with connection_to(cluster.nodes[0]) as opened:
+        yield opened
+
+
+@pytest.fixture
+def images(topology: Topology) -> Iterator[ShardMap]:
+    logical = fresh_queue()
+    topology.set_policy(Policy.exactly(logical, 2, name=logical))
+    yield topology.ensure(logical).shard_map
+    topology.forget(logical)
+    topology.clear_policy(logical)
+
+
+def pump_until(connection: BlockingConnection, condition: Callable[[], object]) -> None:
+    def pumped() -> object:
+        connection.process_data_events(0.02)
+        return condition()
+
+    wait_until(pumped)
+
+
+def names(shard_map: ShardMap) -> list[str]:
+    return [shard.name for shard in shard_map.shards]
+
+
+class ReadsLater(WithAnOldMap):
+    """It reads the log when the test says so."""
+
+    def __init__(self, topology: Topology, logical: str) -> None:
+        super().__init__(topology, logical)
+        self.asked: list[Future[None]] = []
+        self.futures.refresh = self._ask
+
+    def _ask(self) -> Future[None]:
+        self.asked.append(Future())
+        return self.asked[-1]
+
+    def read(self) -> None:
+        self.refresh()
+        for future in self.asked:
+            future.set_result(None)
+
+
+def test_what_came_back_is_not_sent_into_confirms_that_began_meanwhile(
+    cluster: Cluster, topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    view: Any = ReadsLater(topology, images.logical)
+    channel = ShardedChannel(connection.channel(), view, confirm_timeout=PATIENCE)
+    channel.basic_publish(images.logical, "user-1", b"came back")
+    pump_until(connection, lambda: view.asked)
+    channel.confirm_delivery()
+    view.read()
+    # Were it sent, its confirm would be taken for that of the first of these.
+    for number in range(3):
+        channel.basic_publish(images.logical, "user-1", b"%d" % number)
+    stored = [body for _, _, body in drain(cluster.nodes[0], names(images))]
+    assert stored == [b"0", b"1", b"2"]
+    assert channel.counters["confirmed"] == 3
+
+
+def test_what_came_back_is_not_sent_into_a_transaction(
+    topology: Topology,
+    connection: BlockingConnection,
+    images: ShardMap,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    view: Any = WithAnOldMap(topology, images.logical)
+    channel = ShardedChannel(connection.channel(), view)
+    channel.tx_select()
+    channel.basic_publish(images.logical, "user-1", b"lost")
+    channel.tx_commit()
+    pump_until(connection, lambda: "it is not stored" in caplog.text)
+
+
+def test_nothing_is_lost_when_a_consumer_moves_and_its_callback_raises(
+    cluster: Cluster,
+    topology: Topology,
+    connection: BlockingConnection,
+    images: ShardMap,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = [shard.name for shard in images.shards_on(cluster.nodes[0].name)]
+    moves: list[str] = []
+
+    def always_the_other(mine: str, *_: Any) -> str | None:
+        moves.append(mine)
+        return None if len(moves) > 5 else here[1 - here.index(mine)]
+
+    monkeypatch.setattr("interceptors.calls.better_shard", always_the_other)
+    seen: list[bytes] = []
+
+    def raising(_: Any, __: Any, ___: Any, body: bytes) -> None:
+        seen.append(body)
+        raise ValueError(body)
+
+    plain: Any = connection.channel()
+    ShardedChannel(plain, topology).basic_consume(images.logical, raising, auto_ack=True)
+    sent = raised = 0
+
+    def pump() -> None:
+        nonlocal raised
+        for _ in range(20):  # each raises at the first message that waits
+            try:
+                connection.process_data_events(0)
+            except ValueError:
+                raised += 1
+
+    with raw_channel(cluster.nodes[0]) as raw:
+
+        def moved_enough() -> bool:
+            nonlocal sent
+            for _ in range(10):
+                sent += 1
+                raw.basic_publish("", here[sent % 2], b"%d" % sent)
+            pump()
+            return len(moves) > 5
+
+        wait_until(moved_enough)
+
+        def accounted_for() -> bool:
+            pump()
+            left = topology.look_at(here).values()
+            # After an exception pika dispatches what waits when the next frame comes.
+            in_hand = len(seen) + len(plain._pending_events)
+            return in_hand + sum(each.messages for each in left if each) == sent
+
+        wait_until(accounted_for, explain=lambda: f"{sent} sent, {len(seen)} seen")
+    assert raised == len(seen)
+    assert len(set(seen)) == len(seen)
+
+
+def test_a_tag_that_is_used_again_belongs_to_the_new_consumer(
+    cluster: Cluster,
+    topology: Topology,
+    connection: BlockingConnection,
+    images: ShardMap,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = [shard.name for shard in images.shards_on(cluster.nodes[0].name)]
+    asked: list[str] = []
+
+    def always_the_other(mine: str, *_: Any) -> str:
+        asked.append(mine)
+        return here[1 - here.index(mine)]
+
+    monkeypatch.setattr("interceptors.calls.better_shard", always_the_other)
+    channel = ShardedChannel(connection.channel(), topology)
+    counted = topology.counters["map_changes"]
+    plain = channel.queue_declare("", exclusive=True).method.queue
+    channel.basic_consume(images.logical, lambda *_: None, consumer_tag="mine")
+    channel.basic_cancel("mine")
+    channel.basic_consume(plain, lambda *_: None, consumer_tag="mine")
+    other = ShardedChannel(connection.channel(), topology)
+    other.basic_consume(images.logical, lambda *_: None)
+    # That one is looked after five times: so the first would have been too.
+    pump_until(connection, lambda: len(asked) >= 5)
+    assert channel.queue_declare(plain, passive=True).method.consumer_count == 1
+    assert topology.counters["map_changes"] == counted
+
+
+@pytest.mark.parametrize("cancel", ["basic_cancel", "stop_consuming"])
+def test_what_is_cancelled_while_its_shard_is_gone_does_not_come_back(
+    cluster: Cluster,
+    topology: Topology,
+    connection: BlockingConnection,
+    images: ShardMap,
+    cancel: str,
+) -> None:
+    channel = ShardedChannel(connection.channel(), topology)
+    channel.basic_consume_all(images.logical, lambda *_: None, auto_ack=True)
+    [wish] = channel._everywhere
+    tags = wish.tags
+    lost = images.shards[3].name
+    with raw_channel(cluster.nodes[0]) as raw:
+        raw.queue_delete(lost)
+    pump_until(connection, lambda: len(channel.consumer_tags) == 5)
+    getattr(channel, cancel)(tags[lost])
+    topology.ensure(images.logical)
+    with connection_to(cluster.nodes[0]) as another:
+        everywhere = ShardedChannel(another.channel(), topology)
+        everywhere.basic_consume_all(images.logical, lambda *_: None, auto_ack=True)
+        # Another client has it back by now; this one was told of the change at the same time.
+        pump_until(another, lambda: len(everywhere.consumer_tags) == 6)
+        # This one looks every second as long as something is missing.
+        connection.sleep(2.5)
+        assert tags[lost] not in channel.consumer_tags
+        assert topology.consumer_counts(names(images))[lost] == 1
+
+
+def test_a_channel_that_is_refused_while_it_opens_is_closed(cluster: Cluster) -> None:
+    gone = topology_of(cluster, options=patient.TOPOLOGY)
+    gone.close()
+    closed: list[Exception] = []
+    ended = threading.Event()
+
+    def on_channel(channel: Any) -> None:
+        channel.add_on_close_callback(lambda _, why: closed.append(why))
+        channel.basic_consume("images", lambda *_: None)
+
+    class NeverReady(View):
+        is_ready = False
+
+    view: Any = NeverReady(gone)
+
+    def on_close(raw: Any, _: Any) -> None:
+        raw.ioloop.stop()
+        ended.set()
+
+    raw = pika.SelectConnection(
+        patient.parameters(cluster.nodes[0].endpoint.amqp_url),
+        on_open_callback=lambda raw: AsyncShardedConnection(raw, view).channel(None, on_channel),
+        on_close_callback=on_close,
+    )
+    thread = threading.Thread(target=raw.ioloop.start, daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: closed)
+    finally:
+        raw.ioloop.add_callback_threadsafe(raw.close)
+        assert ended.wait(PATIENCE)
+        thread.join(PATIENCE)
+        raw.ioloop.close()
+    assert isinstance(closed[0], ChannelClosedByBroker)
+    assert "the topology is closed" in closed[0].reply_text
+
+
+class FailsOnce(View):
+    """It can't count consumers, the first time."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self._failed = False
+        self.futures.consumer_counts = self._counts
+
+    def _counts(self, shards: Any) -> Future[Any]:
+        if self._failed:
+            return self._topology.futures.consumer_counts(shards)
+        self._failed = True
+        failed: Future[Any] = Future()
+        failed.set_exception(Unreachable("not now"))
+        return failed
+
+
+def test_a_wish_that_failed_leaves_no_consumers_behind(
+    cluster: Cluster, topology: Topology, images: ShardMap
+) -> None:
+    async def ignore(_: Any) -> None: ...
+
+    async def play() -> None:
+        url = cluster.nodes[0].endpoint.amqp_url
+        async with await aio_pika.connect(url) as connection:
+            view: Any = FailsOnce(topology)
+            channel = AioShardedChannel(await connection.channel(), view)
+            with pytest.raises(Unreachable, match="not now"):
+                await channel.consume_all(images.logical, ignore)
+            assert len(await channel.consume_all(images.logical, ignore)) == 6
+            counts = await asyncio.to_thread(topology.consumer_counts, names(images))
+            assert set(counts.values()) == {1}
+            await channel.close()
+
+    asyncio.run(play())
+
+
+def test_messages_with_one_id_have_each_their_own_outcome(
+    cluster: Cluster, topology: Topology, images: ShardMap
+) -> None:
+    """aiormq tells what is returned apart by it."""
+    keys = {images.shard_of(f"user-{number}").name: f"user-{number}" for number in range(100)}
+    gone, there = list(keys.values())[:2]
+    with raw_channel(cluster.nodes[0]) as raw:
+        raw.queue_delete(images.shard_of(gone).name)
+
+    async def play() -> None:
+        url = cluster.nodes[0].endpoint.amqp_url
+        async with await aio_pika.connect(url) as connection:
+            channel = AioShardedChannel(await connection.channel(), topology)
+            exchange = await channel.get_exchange(images.logical, ensure=False)
+            both = await asyncio.gather(
+                *(
+                    exchange.publish(
+                        aio_pika.Message(b"x", message_id="same"), key, mandatory=False
+                    )
+                    for key in (gone, there)
+                ),
+                return_exceptions=True,
+            )
+            assert isinstance(both[0], ShardUnavailable)
+            assert type(both[1]).__name__ == "Ack"
+            await channel.close()
+
+    asyncio.run(play())
+    assert [key for _, key, _ in drain(cluster.nodes[0], [images.shard_of(there).name])] == [there]
