@@ -9,7 +9,7 @@ RUN := .venv/bin/
 # Four at a time on two cores: much of a test's time is waiting for a broker.
 PYTEST := $(RUN)pytest --numprocesses 4 --durations 15 --durations-min 5 $(if $(ONLY),-k '$(ONLY)')
 
-.PHONY: demo unit test test-all lint matrix bench fuzz zip up down status checked brokers ready
+.PHONY: demo unit test test-all lint matrix bench fuzz own-tests zip up down status checked brokers ready
 
 demo: ready
 	$(RUN)python -m examples.demo
@@ -49,6 +49,11 @@ bench: ready
 SECONDS ?= 60
 fuzz: ready
 	$(RUN)python -m tests.support.fuzz_streams --seconds $(SECONDS)
+
+# pika's and aio-pika's own tests through the wrappers. PIKA is a checkout of pika at the version
+# that is installed; without it aio-pika's only.
+own-tests: ready
+	$(RUN)python -m tests.conformance.own_tests $(if $(PIKA),--pika $(PIKA),aio)
 
 # For spark-submit --py-files: the wheel under a name that Spark takes. What it depends on (mmh3,
 # pika, pyarrow, numpy) must be installed where the executors run.

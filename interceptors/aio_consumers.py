@@ -29,8 +29,8 @@ from aio_pika.abc import AbstractRobustChannel
 from aio_pika.exceptions import AMQPError
 from aio_pika.tools import CallbackCollection
 
-from interceptors.calls import Background, settle, shards_of
-from interceptors.rules import EveryShard, new_tag
+from interceptors.calls import Background, new_tag, settle, shards_of
+from interceptors.rules import EveryShard
 from sharding.backoff import Backoff
 from sharding.cluster.topology import Topology
 from sharding.errors import WarrenError
@@ -72,7 +72,7 @@ class Everywhere:
 
     logical: str
     wish: dict[str, Any]
-    every: EveryShard = field(default_factory=EveryShard)
+    every: EveryShard = field(default_factory=lambda: EveryShard(new_tag))
     consumers: dict[str, Consumer] = field(default_factory=dict)
 
 

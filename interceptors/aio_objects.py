@@ -78,17 +78,20 @@ class OneAtATime:
     """
 
     def __init__(self) -> None:
-        self._inside: dict[str, asyncio.Lock] = {}
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+        """By name, with the number of those who are inside or want to be."""
 
     @asynccontextmanager
     async def only(self, name: str) -> AsyncIterator[None]:
-        lock = self._inside.setdefault(name, asyncio.Lock())
-        async with lock:
-            try:
+        lock, users = self._locks.get(name, (asyncio.Lock(), 0))
+        self._locks[name] = (lock, users + 1)
+        try:
+            async with lock:
                 yield
-            finally:
-                if not lock._waiters:
-                    self._inside.pop(name, None)
+        finally:
+            lock, users = self._locks.pop(name)
+            if users > 1:
+                self._locks[name] = (lock, users - 1)
 
 
 class ShardedQueue(Proxy):

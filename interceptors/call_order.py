@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from pika.spec import Basic
 
+from interceptors.rules import EveryShard
 from sharding.errors import Unreachable
 
 T = TypeVar("T")
@@ -159,6 +160,26 @@ class Wake:
             self._awaited = Answer()
             await self._awaited
         self._changed = False
+
+
+class Everywhere:
+    """A channel of pika's on which every shard is consumed (`calls.Everywhere`)."""
+
+    def __init__(
+        self, wish: EveryShard, is_open: Callable[[], bool], consume: Callable[[str, str], None]
+    ) -> None:
+        self._wish = wish
+        self._consume = consume
+        self.is_open = is_open
+        self.wake = Wake()
+        self.changed = self.wake.wait
+
+    async def consume(self, shard: str, tag: str) -> None:
+        self._consume(shard, tag)
+
+    def on_cancel(self, frame: Any) -> None:
+        if self._wish.lost(frame.method.consumer_tag):
+            self.wake()
 
 
 class CallOrder:

@@ -267,10 +267,10 @@ class PublishingChannel(DeferringChannel):
         verdict = Returned.UNSTORED if publication else self._returns.came_back(*what)
         if verdict is Returned.ASKED:
             return True
-        self._suspect(used.shard_of(method.routing_key).name)
         full = self._transacting or len(self._strays) >= rules.MOST_STRAYS
         if verdict is Returned.UNSTORED or full:
             logger.error("%s", rules.unstored(used.logical, method.routing_key))
+            self._suspect(used.shard_of(method.routing_key).name)
             return False
         self._strays.append(Stray(used.logical, method.routing_key, properties, body))
         if len(self._strays) == 1:

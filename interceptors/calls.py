@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import random
+import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -226,6 +227,11 @@ async def settle(
         looks.seen(counts, moved=target is not None)
 
 
+def new_tag() -> str:
+    """A consumer tag that nobody else has."""
+    return f"ctag-{uuid.uuid4().hex}"
+
+
 class Everywhere(Protocol):
     """The channel on which every shard is to be consumed."""
 
@@ -302,7 +308,9 @@ async def send_again(
         shard: str | None = None
         if shard_map is not None:
             shard = returns.new_shard(shard_map, stray.routing_key, stray.body)
-        if shard_map is None or shard is None:
-            logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
-        else:
+        if shard_map is not None and shard is not None:
             publish(shard_map, shard, stray)
+            continue
+        logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
+        if shard_map is not None:
+            topology.suspect(shard_map.shard_of(stray.routing_key).name)

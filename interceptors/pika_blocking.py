@@ -18,11 +18,12 @@ from pika.exceptions import ChannelClosedByBroker, NackError, UnroutableError
 
 from interceptors import rules
 from interceptors.blocking_confirms import BlockingConfirms
-from interceptors.call_order import Steps, Wake, at_once
+from interceptors.call_order import Everywhere, Steps, at_once
 from interceptors.calls import (
     Calls,
     consume_missing,
     keep_consuming,
+    new_tag,
     send_again,
     settle,
     shards_of,
@@ -151,17 +152,20 @@ class ShardedChannel:
         """
         if self._topology.shard_map(queue) is None:
             return [self.basic_consume(queue, on_message_callback, auto_ack)]
-        wish = EveryShard()
-        everywhere = _Everywhere(
-            self._channel, wish, self._with_wrapper(on_message_callback), auto_ack
-        )
+        deliver = self._with_wrapper(on_message_callback)
+
+        def consume(shard: str, tag: str) -> None:
+            self._channel.basic_consume(shard, deliver, auto_ack, consumer_tag=tag)
+
+        wish = EveryShard(new_tag)
+        everywhere = Everywhere(wish, lambda: bool(self._channel.is_open), consume)
         about = (self._topology, queue, wish, everywhere)
         self._inner.add_on_cancel_callback(everywhere.on_cancel)
         undo = self._topology.subscribe(lambda *_: self._background.on_loop(everywhere.wake))
         self._at_close.append(undo)
         self._everywhere.append(wish)
         at_once(consume_missing(self._calls.port, *about))
-        self._background.run(keep_consuming(self._background, *about), everywhere.failed)
+        self._background.run(keep_consuming(self._background, *about), _later_ones_are_missing)
         return wish.consumed
 
     def basic_cancel(self, consumer_tag: str) -> Any:
@@ -347,11 +351,11 @@ class ShardedChannel:
         if shard_map is None or (verdict := self._returns.came_back(*what)) is Returned.ASKED:
             return
         method.warren_unasked = True
-        self._topology.suspect(shard_map.shard_of(method.routing_key).name)
         # A message sent again in a transaction would wait for a commit that may never come.
         hopeless = self._transacting or len(self._strays) >= rules.MOST_STRAYS
         if verdict is Returned.UNSTORED or hopeless:
             logger.error("%s", rules.unstored(shard_map.logical, method.routing_key))
+            self._topology.suspect(shard_map.shard_of(method.routing_key).name)
             return
         self._strays.append(Stray(shard_map.logical, method.routing_key, properties, body))
         if len(self._strays) == 1:
@@ -453,46 +457,24 @@ class _Consumer:
         logger.debug("a consumer stays on %r: %s", self.shard, error)
 
     async def move(self, target: str) -> None:
-        # At once, so that the application does not cancel it in between.
+        # Both at once, and waited for: the application can't cancel it in between, and a broker
+        # that answers late has it consume all the same.
         tag = self._consume.consumer_tag
         cancel = pika.spec.Basic.Cancel(consumer_tag=tag, nowait=False)
-        self._call(cancel, pika.spec.Basic.CancelOk)
         self._consume.queue = target
-        with self._channel._basic_consume_ok_result:  # hears of every consume-ok
-            self._call(self._consume, pika.spec.Basic.ConsumeOk)
-
-    def _call(self, method: Any, answer: Any) -> None:
         answered: list[Any] = []
+        with self._channel._basic_consume_ok_result:  # hears of every consume-ok
+            self._call(cancel, pika.spec.Basic.CancelOk, lambda _: None)
+            self._call(self._consume, pika.spec.Basic.ConsumeOk, answered.append)
+            self._confirms.wait_until(lambda: bool(answered))
+
+    def _call(self, method: Any, answer: Any, callback: Callable[[Any], None]) -> None:
         expected = (answer, {"consumer_tag": method.consumer_tag})
-        self._channel._impl._rpc(method, answered.append, [expected])
-        self._confirms.wait_until(lambda: bool(answered))
+        self._channel._impl._rpc(method, callback, [expected])
 
 
-class _Everywhere:
-    """A channel on which every shard is consumed (`calls.Everywhere`)."""
-
-    def __init__(
-        self, channel: BlockingChannel, wish: EveryShard, deliver: OnMessage, auto_ack: bool
-    ) -> None:
-        self._channel = channel
-        self._wish = wish
-        self._deliver = deliver
-        self._auto_ack = auto_ack
-        self.wake = Wake()
-        self.changed = self.wake.wait
-
-    def is_open(self) -> bool:
-        return bool(self._channel.is_open)
-
-    async def consume(self, shard: str, tag: str) -> None:
-        self._channel.basic_consume(shard, self._deliver, self._auto_ack, consumer_tag=tag)
-
-    def on_cancel(self, frame: Any) -> None:
-        if self._wish.lost(frame.method.consumer_tag):
-            self.wake()
-
-    def failed(self, error: Exception) -> None:
-        logger.error("shards that come later are not consumed: %s", error)
+def _later_ones_are_missing(error: Exception) -> None:
+    logger.error("shards that come later are not consumed: %s", error)
 
 
 def _not_sent_again(error: Exception) -> None:

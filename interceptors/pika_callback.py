@@ -16,10 +16,10 @@ from pika.exceptions import DuplicateConsumerTag, DuplicateGetOkCallback
 from pika.spec import Basic
 
 from interceptors import rules
-from interceptors.call_order import Answer, Done, Wake
+from interceptors.call_order import Answer, Done, Everywhere
 from interceptors.callback_base import OnFrame, OnMessage
 from interceptors.callback_publish import PublishingChannel
-from interceptors.calls import consume_missing, keep_consuming, settle, shards_of
+from interceptors.calls import consume_missing, keep_consuming, new_tag, settle, shards_of
 from interceptors.rules import EveryShard, Placement
 from sharding.cluster.topology import Topology
 from sharding.maps.shard_map import Route
@@ -139,8 +139,13 @@ class AsyncShardedChannel(PublishingChannel):
         if self._topology.shard_map(queue) is None:
             return [self.basic_consume(queue, on_message_callback, auto_ack)]
         self._check_open()
-        wish = EveryShard()
-        everywhere = _Everywhere(self, wish, self._with_wrapper(on_message_callback), auto_ack)
+        deliver = self._with_wrapper(on_message_callback)
+
+        def consume(shard: str, tag: str) -> None:
+            self._channel.basic_consume(shard, deliver, auto_ack, consumer_tag=tag)
+
+        wish = EveryShard(new_tag)
+        everywhere = Everywhere(wish, lambda: self.is_open, consume)
         looks = (self._steps, self._topology, queue, wish, everywhere)
 
         def keep(_: bool) -> None:
@@ -314,28 +319,3 @@ class _Consumer:
 
     def _call(self, method: Any, answer: Any, callback: OnFrame) -> None:
         self._channel._rpc(method, callback, [(answer, {"consumer_tag": method.consumer_tag})])
-
-
-class _Everywhere:
-    """A channel on which every shard is consumed (`calls.Everywhere`)."""
-
-    def __init__(
-        self, owner: AsyncShardedChannel, wish: EveryShard, deliver: OnMessage, auto_ack: bool
-    ) -> None:
-        self._owner = owner
-        self._wish = wish
-        self._deliver = deliver
-        self._auto_ack = auto_ack
-        self.wake = Wake()
-        self.changed = self.wake.wait
-
-    def is_open(self) -> bool:
-        return self._owner.is_open
-
-    async def consume(self, shard: str, tag: str) -> None:
-        consume = self._owner._channel.basic_consume
-        consume(shard, self._deliver, self._auto_ack, consumer_tag=tag)
-
-    def on_cancel(self, frame: Any) -> None:
-        if self._wish.lost(frame.method.consumer_tag):
-            self.wake()

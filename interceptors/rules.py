@@ -6,9 +6,8 @@ name that has no shard map passes through untouched, and so does every call that
 
 from __future__ import annotations
 
-import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any
@@ -137,11 +136,6 @@ def as_bytes(body: bytes | str) -> bytes:
     return body.encode() if isinstance(body, str) else bytes(body)
 
 
-def new_tag() -> str:
-    """A consumer tag that nobody else has."""
-    return f"ctag-{uuid.uuid4().hex}"
-
-
 class EveryShard:
     """A wish to consume from every shard: which one under what tag, and until when.
 
@@ -149,7 +143,8 @@ class EveryShard:
     the wish is over: no shard that comes later is consumed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, new_tag: Callable[[], str]) -> None:
+        self._new_tag = new_tag
         self.tags: dict[str, str] = {}
         """The tag of each shard seen so far; a consumer that comes again has its tag again."""
         self._placed: set[str] = set()
@@ -162,7 +157,8 @@ class EveryShard:
         if self._cancelled and present <= self._cancelled:
             self.is_over = True
         for shard in shards:
-            self.tags.setdefault(shard, new_tag())
+            if shard not in self.tags:
+                self.tags[shard] = self._new_tag()
 
     def missing(self, shards: Sequence[str]) -> list[str]:
         """Those of them that should have a consumer and have none."""

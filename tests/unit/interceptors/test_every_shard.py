@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 from interceptors.rules import EveryShard
 
 
+def new_wish() -> EveryShard:
+    numbers = itertools.count()
+    return EveryShard(lambda: f"tag-{next(numbers)}")
+
+
 def test_what_has_no_consumer_is_missing_until_it_is_placed() -> None:
-    wish = EveryShard()
+    wish = new_wish()
     assert wish.missing(["a", "b"]) == ["a", "b"]
     wish.placed("a")
     assert wish.missing(["a", "b", "c"]) == ["b", "c"]
@@ -14,7 +21,7 @@ def test_what_has_no_consumer_is_missing_until_it_is_placed() -> None:
 
 
 def test_a_consumer_that_was_lost_comes_again_under_its_tag() -> None:
-    wish = EveryShard()
+    wish = new_wish()
     wish.missing(["a", "b"])
     wish.placed("a")
     tag = wish.tags["a"]
@@ -25,7 +32,7 @@ def test_a_consumer_that_was_lost_comes_again_under_its_tag() -> None:
 
 
 def test_what_the_application_cancelled_is_not_replaced() -> None:
-    wish = EveryShard()
+    wish = new_wish()
     for shard in wish.missing(["a", "b"]):
         wish.placed(shard)
     wish.cancelled(wish.tags["a"])
@@ -35,14 +42,14 @@ def test_what_the_application_cancelled_is_not_replaced() -> None:
 
 
 def test_one_may_be_cancelled_before_it_was_placed() -> None:
-    wish = EveryShard()
+    wish = new_wish()
     wish.see(["a", "b"])
     wish.cancelled(wish.tags["a"])
     assert wish.missing(["a", "b"]) == ["b"]
 
 
 def test_the_wish_is_over_when_all_are_cancelled() -> None:
-    wish = EveryShard()
+    wish = new_wish()
     for shard in wish.missing(["a", "b"]):
         wish.placed(shard)
     wish.cancelled(wish.tags["a"])
@@ -54,7 +61,7 @@ def test_the_wish_is_over_when_all_are_cancelled() -> None:
 
 
 def test_a_shard_that_left_does_not_keep_the_wish_alive() -> None:
-    wish = EveryShard()
+    wish = new_wish()
     for shard in wish.missing(["a", "b"]):
         wish.placed(shard)
     wish.lost(wish.tags["b"])
