@@ -170,11 +170,12 @@ class AsyncCaller(Caller):
 
     def publish(self, publication: Publication) -> Value:
         def start(outcome: Outcome) -> None:
+            sent = _send(self.channel, publication)
+            # Counted when it was sent: one that is refused has no delivery tag.
             if self.confirms:
                 self._published += 1
                 self._unconfirmed[self._published] = outcome
-            sent = _send(self.channel, publication)
-            if not self.confirms:
+            else:
                 outcome.give(sent)
 
         return self._ask(start)
