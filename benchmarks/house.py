@@ -5,7 +5,10 @@
 
 A way is counted by running it: the modules of Warren in which a function was entered, of a publish
 by the caller's thread between the call and the confirm, of a worker by any of its threads between
-the delivery of a message and the moment when none is in hand.
+the delivery of a message and its acknowledgement. A worker's threads do other things too (they look
+at the map, prove that the broker answers, tell other workers what they hold), and some of that may
+happen just then. So several messages are sent, and on the way is what every one of them entered;
+what only some did is printed beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,10 +28,11 @@ import pika
 
 from interceptors import ShardedChannel
 from sharding import Policy, Topology
-from sharding.groups import ConsumerGroup, GroupOptions
+from sharding.groups import ConsumerGroup
 
 PACKAGES = ("sharding", "interceptors", "spark")
 ROOT = Path(__file__).parent.parent
+MESSAGES = 40
 
 
 def modules() -> list[Path]:
@@ -52,28 +56,29 @@ class Way:
     """The modules that were entered while it was open."""
 
     def __init__(self) -> None:
-        self.entered: set[str] = set()
-        self._is_open = False
+        self._entered: set[str] | None = None
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and self._is_open:
+        entered = self._entered
+        if event == "call" and entered is not None:
             name = str(frame.f_globals.get("__name__", ""))
             if name.partition(".")[0] in PACKAGES and frame.f_code.co_name != "<module>":
-                self.entered.add(name)
+                entered.add(name)
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        self._is_open = True
+    def opened(self) -> Iterator[set[str]]:
+        entered = self._entered = set()
         try:
-            yield
+            yield entered
         finally:
-            self._is_open = False
+            self._entered = None
 
 
 @contextmanager
-def logical_queue(url: str) -> Iterator[tuple[Topology, str]]:
+def logical_queue(url: str, way: str) -> Iterator[tuple[Topology, str]]:
+    """One for each way: what is published on one must not be read on another."""
     with Topology(url) as topology:
-        name = f"house-{os.getpid()}"
+        name = f"house-{os.getpid()}-{way}"
         topology.set_policy(Policy.exactly(name, 1, name=name))
         topology.ensure(name)
         try:
@@ -84,7 +89,7 @@ def logical_queue(url: str) -> Iterator[tuple[Topology, str]]:
 
 def way_of_publish(url: str) -> set[str]:
     with (
-        logical_queue(url) as (topology, name),
+        logical_queue(url, "publish") as (topology, name),
         pika.BlockingConnection(pika.URLParameters(url)) as connection,
     ):
         channel = ShardedChannel(connection.channel(), topology)
@@ -92,36 +97,40 @@ def way_of_publish(url: str) -> set[str]:
         channel.basic_publish(name, "warm", b"")
         way = Way()
         sys.setprofile(way.note)
-        with way.opened():
+        with way.opened() as entered:
             channel.basic_publish(name, "key", b"")
         sys.setprofile(None)
-    return way.entered
+    return entered
 
 
-def way_of_worker(url: str) -> set[str]:
+def way_of_worker(url: str) -> tuple[set[str], set[str]]:
+    """The modules that every message entered, and those that only some did."""
     with (
-        logical_queue(url) as (topology, name),
+        logical_queue(url, "worker") as (topology, name),
         pika.BlockingConnection(pika.URLParameters(url)) as connection,
     ):
         shard_map = topology.shard_map(name)
         assert shard_map is not None
         shards = frozenset(shard.name for shard in shard_map.shards)
+        channel = connection.channel()
         handled: queue.Queue[None] = queue.Queue()
         way = Way()
         threading.setprofile(way.note)  # the group's threads, which start now
-        # Workers tell each other what they hold, which is not on the way of a message.
-        options = GroupOptions(announce_interval=60, member_timeout=180)
-        with ConsumerGroup(topology, name, lambda _: handled.put(None), options=options) as group:
+        each: list[set[str]] = []
+        with ConsumerGroup(topology, name, lambda _: handled.put(None)) as group:
             threading.setprofile(None)
             while group.shards != shards:
                 time.sleep(0.01)
-            for opened in (nullcontext(), way.opened()):
-                with opened:
-                    connection.channel().basic_publish("", min(shards), b"")
+            for _ in range(MESSAGES):
+                with way.opened() as entered:
+                    channel.basic_publish("", min(shards), b"")
                     handled.get()
                     while group.counters["in_hand"]:
                         time.sleep(0.01)
-    return way.entered
+                    time.sleep(0.05)  # its acknowledgement is sent now
+                each.append(entered)
+    always = set.intersection(*each)
+    return always, set.union(*each) - always
 
 
 def main() -> None:
@@ -130,8 +139,13 @@ def main() -> None:
     url = os.environ.get("WARREN_URL")
     if url is None:
         return
-    for name, entered in (("publish", way_of_publish(url)), ("queue worker", way_of_worker(url))):
-        print(f"{'way of a ' + name:24} {len(entered):7,}   {', '.join(sorted(entered))}")
+    worker, beside = way_of_worker(url)
+    for name, entered in (
+        ("way of a publish", way_of_publish(url)),
+        ("way of a queue worker", worker),
+        ("beside that way", beside),
+    ):
+        print(f"{name:24} {len(entered):7,}   {', '.join(sorted(entered))}")
 
 
 if __name__ == "__main__":

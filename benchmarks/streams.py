@@ -125,7 +125,7 @@ def produce(environment: StreamEnvironment, one_by_one: bool = False, **options:
             producer.send_many(EQUAL)
         report = producer.flush(timeout=120)
         took = perf_counter() - began
-    assert report.stored == MESSAGES, report.summary()
+    assert report.stored == MESSAGES, report
     return MESSAGES / took
 
 

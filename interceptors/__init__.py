@@ -6,13 +6,8 @@ from interceptors.connections import AsyncShardedConnection, ShardedConnection
 from interceptors.pika_blocking import ShardedChannel
 from interceptors.pika_callback import AsyncShardedChannel
 from interceptors.rules import Placement
-from sharding.outcomes import Outcome, Report, Result
-from sharding.publishing.publisher import (
-    NotAllStored,
-    PublisherClosed,
-    ShardedPublisher,
-    WindowFull,
-)
+from sharding.outcomes import NotStored, Outcome, PerhapsNotStored, Report, Result
+from sharding.publishing.publisher import PublisherClosed, ShardedPublisher, WindowFull
 
 if TYPE_CHECKING:
     from interceptors.aio import AioShardedChannel, AioShardedConnection
@@ -31,8 +26,9 @@ __all__ = [
     "AioShardedConnection",
     "AsyncShardedChannel",
     "AsyncShardedConnection",
-    "NotAllStored",
+    "NotStored",
     "Outcome",
+    "PerhapsNotStored",
     "Placement",
     "PublisherClosed",
     "Report",

@@ -74,6 +74,7 @@ class AioShardedChannel(Proxy):
         self._confirm_timeout = confirm_timeout
         self._robust = isinstance(channel, AbstractRobustChannel)
         self._message_ids = OneAtATime()
+        self._publishing = asyncio.Lock()
         self._port = AioPort(channel, confirm_timeout)
         self._calls = Calls(self._port, topology, placement, node)
         self._background: set[asyncio.Future[None]] = set()
@@ -114,6 +115,16 @@ class AioShardedChannel(Proxy):
 
     async def _shard_map(self, logical: str) -> ShardMap | None:
         return await self._calls.shard_map(logical)
+
+    async def _map_in_turn(self, logical: str) -> ShardMap | None:
+        """The map to publish by, to each caller in the order of their calls: while one waits for
+        it, no later message of the same key may overtake."""
+        async with self._publishing:
+            shard_map = await self._shard_map(logical)
+            if shard_map is not None and "table" not in vars(shard_map):
+                # Built once for each map, which takes about 0.1 s: not on the loop.
+                await asyncio.to_thread(getattr, shard_map, "table")
+            return shard_map
 
     def explain(self, queue: str, key: str) -> Route | None:
         """Slot, shard, node and epoch of a key; None if the name is not sharded."""

@@ -90,7 +90,6 @@ class Consumers:
         self._everywhere: list[Everywhere] = []
         self._random = random.Random()
         self._robust = isinstance(channel, AbstractRobustChannel)
-        self._ended = False
         self._looking = asyncio.Lock()
         self._wake = asyncio.Event()
         self._end = asyncio.Event()
@@ -197,12 +196,15 @@ class Consumers:
     # Keeping
 
     def _keep(self) -> None:
-        if self._keeper is None and not self._ended:
-            self._keeper = asyncio.create_task(self._run())
+        if self._end.is_set():  # the channel was closed, and has been opened again
+            self._end = asyncio.Event()
+            self._keeper = None
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._run(self._end))
 
-    async def _run(self) -> None:
+    async def _run(self, end: asyncio.Event) -> None:
         failures = 0
-        while not self._is_over():
+        while not (end.is_set() or self._is_over()):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_AGAIN):
                     await self._wake.wait()
@@ -213,9 +215,10 @@ class Consumers:
                 failures += 1
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_BACKOFF.pause(failures, self._random.random())):
-                        await self._end.wait()
+                        await end.wait()
                 self._wake.set()
-        self.end()
+        if end is self._end:
+            self.end()
 
     async def _restored(self) -> bool:
         try:
@@ -267,28 +270,34 @@ class Consumers:
 
     def end(self) -> None:
         """The application closes the channel: nothing is moved or restored any more."""
-        self._ended = True
         self._end.set()
         self._wake.set()
         for consumer in self._by_tag.values():
             consumer.ended = True
             consumer.settle_no_more()
         self._by_tag.clear()
+        for each in self._everywhere:
+            for consumer in each.consumers.values():
+                consumer.ended = True
+        self._everywhere.clear()
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
 
     def _is_over(self) -> bool:
-        if self._ended or not self._robust:
-            return self._ended or bool(self._channel.is_closed)
+        if not self._robust:
+            return bool(self._channel.is_closed)
         connection = self._channel._connection
         return bool(connection.is_closed or connection.close_called)
 
     def _on_close(self, *_: Any) -> None:
         """The channel is gone, for a while at least: what is restored stays where it was."""
+        if not self._robust:
+            self.end()
+            return
         for tag, consumer in list(self._by_tag.items()):
             consumer.settle_no_more()
-            if not consumer.kept or not self._robust:
+            if not consumer.kept:
                 consumer.ended = True
                 del self._by_tag[tag]
         self._wake.set()

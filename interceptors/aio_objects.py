@@ -198,7 +198,7 @@ class ShardedExchange(Proxy):
         immediate: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        shard_map = await self._owner._shard_map(self._logical)
+        shard_map = await self._owner._map_in_turn(self._logical)
         if shard_map is None:
             mandatory = mandatory or self._owner._topology.may_drop(self._logical, routing_key)
             publishing = self._wrapped.publish(
@@ -220,7 +220,7 @@ class ShardedExchange(Proxy):
     async def _publish_again(self, sending: _Sending, shard_map: ShardMap) -> Any:
         """A return that the application did not ask for: the map may be old, so look again."""
         await self._owner._port.wait(self._owner._topology.futures.refresh())
-        fresh = await self._owner._shard_map(self._logical)
+        fresh = await self._owner._map_in_turn(self._logical)
         if fresh is not None and fresh != shard_map:
             result = await sending.to_shard_in(fresh)
             if not _came_back(result):
@@ -284,9 +284,6 @@ class _Sending:
 
         What came back is the result; it is raised only to an application that asked for both.
         """
-        if "table" not in vars(shard_map):
-            # Built once for each map, which takes about 0.1 s: not on the loop.
-            await asyncio.to_thread(getattr, shard_map, "table")
         rules.check_key(shard_map, self._routing_key)
         shard = shard_map.shard_of(self._routing_key)
         away = self._owner._topology.unavailable(shard.name)

@@ -29,6 +29,8 @@ class BlockingConfirms:
         self._channel = channel
         self._timeout = timeout
         self.active = False
+        self.selecting = False
+        """Confirms begin with whatever is sent from now on, whoever sends it."""
         self._awaited = 0
         self._sent: tuple[str, str, bytes] | None = None
         self._asked = False
@@ -41,9 +43,13 @@ class BlockingConfirms:
             logger.error("confirm_delivery: this channel confirms already")
             return
         selected: list[Any] = []
-        self._channel._impl.confirm_delivery(self._on_confirm, selected.append)
-        self.wait_until(lambda: bool(selected))
-        self.active = True
+        self.selecting = True
+        try:
+            self._channel._impl.confirm_delivery(self._on_confirm, selected.append)
+            self.wait_until(lambda: bool(selected))
+            self.active = True
+        finally:
+            self.selecting = False
 
     def publish(
         self,

@@ -285,12 +285,17 @@ class PublishingChannel(DeferringChannel):
             logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
 
     def _publish_stray(self, shard_map: ShardMap, shard: str, stray: Stray) -> None:
-        if self._unconfirmed is not None:  # by now: one more would change the application's tags
-            logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
-            return
-        sent = addressed(stray.properties, shard)
-        publish = self._channel.basic_publish
-        self._in_order(publish, shard_map.exchange, stray.routing_key, stray.body, sent, True)
+        def publish() -> None:
+            # Confirms or a transaction may have begun before it: it would be nobody's confirm, and
+            # one more than the application counts, or wait for a commit that may never come.
+            if self._unconfirmed is not None or self._transacting:
+                logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
+                return
+            sent = addressed(stray.properties, shard)
+            exchange, key = shard_map.exchange, stray.routing_key
+            self._channel.basic_publish(exchange, key, stray.body, sent, True)
+
+        self._in_order(publish)
 
     def _suspect(self, shard: str) -> None:
         with suppress(WarrenError):  # the maps may be stale, and nobody here could act on that

@@ -364,7 +364,8 @@ class ShardedChannel:
             self._reading.run(again, _not_sent_again)
 
     def _publish_stray(self, shard_map: ShardMap, shard: str, stray: Stray) -> None:
-        if self._confirms.active or self._transacting:  # by now: it would be nobody's confirm
+        confirms = self._confirms.active or self._confirms.selecting
+        if confirms or self._transacting:  # by now: it would be nobody's confirm
             logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
             return
         sent = addressed(stray.properties, shard)

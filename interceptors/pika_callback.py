@@ -160,9 +160,13 @@ class AsyncShardedChannel(PublishingChannel):
         return [tag for shard, tag in wish.tags.items() if not self._topology.unavailable(shard)]
 
     def basic_cancel(self, consumer_tag: str = "", callback: OnFrame | None = None) -> None:
-        for wish in self._everywhere:
-            wish.cancelled(consumer_tag)
-        self._in_order(self._channel.basic_cancel, consumer_tag, callback)
+        def cancel() -> None:
+            # When its turn comes: a consumer that is placed before it is there to be cancelled.
+            for wish in self._everywhere:
+                wish.cancelled(consumer_tag)
+            self._channel.basic_cancel(consumer_tag, callback)
+
+        self._in_order(cancel)
 
     def basic_get(self, queue: str, callback: OnMessage, auto_ack: bool = False) -> None:
         validators.require_string(queue, "queue")

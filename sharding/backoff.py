@@ -1,15 +1,12 @@
 """How long to wait before something is tried again: the one back-off. Pure.
 
-Pauses grow from `first` to `longest`. Each is shortened by chance, by up to the part `spread` of
-it, so that many clients that lost the same node do not come back in step.
+Pauses grow from `first` to `longest`. Each is made shorter by chance, by at most its fraction
+`spread`, so that many clients that lost the same node do not come back at the same moment.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-# Long before, any pause has reached its bound; a greater power would be no float.
-_LARGEST_POWER = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,5 +26,8 @@ class Backoff:
 
     def pause(self, failures: int, chance: float) -> float:
         """Seconds after so many failures in a row, from 1; `chance` is drawn from 0 to 1."""
-        grown = self.first * self.factor ** min(failures - 1, _LARGEST_POWER)
-        return min(grown, self.longest) * (1 - self.spread * (1 - chance))
+        try:
+            grown = min(self.first * self.factor ** (failures - 1), self.longest)
+        except OverflowError:  # so far beyond `longest` that no float holds it
+            grown = self.longest if self.first else 0.0
+        return grown * (1 - self.spread * (1 - chance))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from urllib.parse import SplitResult, urlsplit
 
 import pika
@@ -18,6 +19,21 @@ def amqp_parameters(url: str) -> pika.URLParameters:
         return pika.URLParameters(url)
     except ValueError:
         raise InvalidInput("urls", "must be an AMQP URL", f"{parts.scheme}://…") from None
+
+
+def of_one_cluster(urls: Sequence[str]) -> list[pika.URLParameters]:
+    """The parameters of each; URLs that differ in more than the address have different maps."""
+    parameters = [amqp_parameters(url) for url in urls]
+    said: dict[str, set[str | None]] = {
+        "virtual host": {each.virtual_host for each in parameters},
+        "user": {getattr(each.credentials, "username", None) for each in parameters},
+        "scheme": {urlsplit(url).scheme for url in urls},
+    }
+    for what, values in said.items():
+        if len(values) > 1:
+            found = " and ".join(sorted(str(value) for value in values))
+            raise InvalidInput("urls", f"must all have the same {what}", found)
+    return parameters
 
 
 def checked_parts(field: str, url: str, schemes: tuple[str, ...]) -> SplitResult:

@@ -44,7 +44,7 @@ def set_policy(
         str | None, typer.Option(help="A regular expression; NAME then only names the policy.")
     ] = None,
     priority: Annotated[int, typer.Option(help="The highest that matches is in force.")] = 0,
-    routing_key: Annotated[str | None, typer.Option(help="Bind shards with this as well.")] = None,
+    routing_key: Annotated[str | None, typer.Option(help="The plugin's; bound nowhere.")] = None,
     durable: Annotated[bool, typer.Option(help="Shards survive a restart of their node.")] = True,
     argument: Annotated[
         list[str] | None, typer.Option(help="A queue argument, as name=JSON value.")

@@ -150,7 +150,7 @@ class ClusterView:
         return str(found["node"]) if found.get("node") else None
 
     def _prefer(self, api: Management) -> None:
-        # Made anew and not changed in place: several threads ask at once.
+        # A new one, not changed in place: several threads ask at once.
         self._apis = [api, *(each for each in self._apis if each is not api)]
 
 

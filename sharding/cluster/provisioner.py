@@ -170,7 +170,9 @@ class Manager:
         try:
             await channel.bind(shard.name, exchange, shard.name)
             if policy.routing_key is not None:
-                await channel.bind(shard.name, exchange, policy.routing_key)
+                # The plugin's field. Bound to every shard, each message with that key would be
+                # stored in all of them; so older versions of Warren did.
+                await channel.unbind(shard.name, exchange, policy.routing_key)
         finally:
             channel.close()
         return replace(shard, node=landed or shard.node)
@@ -178,9 +180,9 @@ class Manager:
     async def _declare(self, session: Session, shard: Shard, policy: Policy) -> None:
         channel = await session.channel()
         try:
-            await channel.declare(
-                shard.name, durable=policy.durable, arguments=dict(policy.queue_arguments)
-            )
+            # Always of a stated type: a virtual host, or a whole broker, may have another default.
+            arguments = {"x-queue-type": "classic", **policy.queue_arguments}
+            await channel.declare(shard.name, durable=policy.durable, arguments=arguments)
         except Refused as error:
             if error.code != 406:
                 raise

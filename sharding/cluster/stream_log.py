@@ -62,7 +62,7 @@ class LogFollower:
         self._writer = await session.channel()
         await self._writer.confirm_publishes()
         if self._next_offset and await self._is_another_log(session, may_be_empty=True):
-            self._begin_anew()
+            self._begin_again()
         await self._read_from(session, self._next_offset)
 
     async def catch_up(self, session: Session) -> None:
@@ -71,7 +71,7 @@ class LogFollower:
         looks = 1
         while last < self._next_offset - 1:
             if await self._is_another_log(session, may_be_empty=False):
-                self._begin_anew()
+                self._begin_again()
                 await self._read_from(session, 0)
             elif looks == LOOKS_AT_THE_END:
                 raise Unreachable("this node's replica of the map log is behind")
@@ -110,7 +110,7 @@ class LogFollower:
         finally:
             channel.close()
 
-    def _begin_anew(self) -> None:
+    def _begin_again(self) -> None:
         """Read from the first record; what was known is shown until all of it is read."""
         logger.warning("the map log was deleted and made again; reading it from its first record")
         self._reading = State()

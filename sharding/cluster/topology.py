@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 import pika
 
-from sharding.amqp.addresses import amqp_parameters
+from sharding.amqp.addresses import of_one_cluster
 from sharding.amqp.session import Declared
 from sharding.cluster.control_plane import ControlPlane
 from sharding.cluster.control_plane import TopologyOptions as TopologyOptions
@@ -72,7 +72,7 @@ class Topology:
         self._listeners: list[Listener] = []
         self._once_sharded: set[str] = set()
         self._closed = False
-        parameters = [amqp_parameters(url) for url in urls]
+        parameters = of_one_cluster(urls)
         view = ClusterView([management_api(url, parameters[0]) for url in management_urls])
         self._loop = asyncio.new_event_loop()
         self.vhost: str = parameters[0].virtual_host

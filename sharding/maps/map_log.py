@@ -17,7 +17,7 @@ needs other fields takes a new format number. A record of a newer format stops t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -107,14 +107,6 @@ def apply(state: State, record: bytes) -> Verdict:
     if base != state.epoch:
         return Verdict(state, f"cites epoch {base}, but {state.epoch} is current")
     return Verdict(proposed)
-
-
-def replay(records: Iterable[bytes], state: State | None = None) -> State:
-    """The state after all `records`, read from the first, or from `state` on."""
-    current = state if state is not None else State()
-    for record in records:
-        current = apply(current, record).state
-    return current
 
 
 def _decode(record: bytes) -> tuple[int, State]:

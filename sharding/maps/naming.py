@@ -61,7 +61,9 @@ class ShardName:
 
 def partition_name(super_stream: str, index: int) -> str:
     """The stream that is partition `index` of a super stream, as RabbitMQ's own tools name it."""
-    return check_name("partition name", f"{check_logical_name(super_stream)}-{_check_index(index)}")
+    check_logical_name(super_stream)
+    _check_index(index)
+    return check_name("partition name", f"{super_stream}-{index}")
 
 
 def check_logical_name(name: str) -> str:
@@ -88,6 +90,8 @@ def check_name(field: str, name: str) -> str:
         raise InvalidInput(field, "must not be empty", name)
     if "\0" in name:
         raise InvalidInput(field, "must not contain NUL", name)
+    if "\n" in name or "\r" in name:  # or pika waits for the answer to another name
+        raise InvalidInput(field, "must not contain line breaks, which RabbitMQ takes out", name)
     if not is_text(name):
         raise InvalidInput(field, "must be text that UTF-8 can express", name)
     size = len(name.encode())

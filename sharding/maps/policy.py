@@ -47,7 +47,7 @@ class Policy:
     shards_per_node: int
     priority: int = 0
     routing_key: str | None = None
-    """What shards are bound with besides their own names; the plugin's `routing-key`."""
+    """The plugin's `routing-key`: taken, so that its policies can be copied, and bound nowhere."""
     durable: bool = True
     queue_arguments: Mapping[str, Scalar] = field(default_factory=lambda: FrozenMapping({}))
     on_unavailable: OnUnavailable = OnUnavailable.FAIL

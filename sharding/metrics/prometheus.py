@@ -47,7 +47,7 @@ class Collector:
                 rule = "must have counters: a Topology, a StreamEnvironment, a Producer …"
                 raise InvalidInput("source", rule, type(source).__name__)
             if not any(source is known for known in self._sources):
-                # Made anew: a scrape may be going through them.
+                # New ones: a scrape may be going through them.
                 self._sources = (*self._sources, source)
 
     def collect(self) -> Iterator[Metric]:

@@ -102,6 +102,7 @@ METRICS: Sequence[Metric] = (
         accepted="Messages taken over, copies to several partitions counted each.",
         stored="Messages that the broker confirmed.",
         refused="Messages that are not in the stream and never will be.",
+        unroutable="Messages whose key is bound to no partition.",
         unknown="Messages sent whose outcome is not known.",
         recoveries="Publishers lost and made again.",
     ),

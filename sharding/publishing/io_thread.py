@@ -54,8 +54,8 @@ class IoThread:
     def wake(self) -> None:
         self._loop.add_callback_threadsafe(self._on_wake)
 
-    def mark(self) -> None:
-        self._loop.add_callback_threadsafe(self._on_mark)
+    def mark(self, number: int) -> None:
+        self._loop.add_callback_threadsafe(lambda: self._on_mark(number))
 
     def stop(self, grace: float) -> None:
         self._loop.add_callback_threadsafe(lambda: self._on_stop(grace))
@@ -93,9 +93,9 @@ class IoThread:
             for link in self._links.values():
                 link.exchange = exchange
 
-    def _on_mark(self) -> None:
+    def _on_mark(self, number: int) -> None:
         self._on_wake()
-        self._ledger.mark()
+        self._ledger.mark(number)
         self._release()
 
     def _on_tick(self) -> None:

@@ -221,8 +221,13 @@ class Ledger(Generic[P]):
     # What settles a message.
 
     def acked(self, node: str, tag: int, multiple: bool) -> None:
+        stored = 0
         for message in self._confirmed(node, tag, multiple):
-            self._settle(message, Outcome.STORED)
+            stored += 1
+            self._free(message)
+            if self._on_result is not None:
+                self._on_result(Result(message.number, Outcome.STORED, key=message.key))
+        self.tally.stored += stored
 
     def nacked(self, node: str, tag: int, multiple: bool) -> None:
         for message in self._confirmed(node, tag, multiple):
@@ -310,30 +315,41 @@ class Ledger(Generic[P]):
                 self._settle(message, Outcome.UNKNOWN, f"{node} did not confirm it in time")
         self._earliest = earliest
 
-    def _settle(self, message: Message[P], outcome: Outcome, reason: str = "") -> None:
+    def _settle(self, message: Message[P], outcome: Outcome, reason: str) -> None:
+        """It is not stored, or not known to be."""
+        self._free(message)
+        if outcome is not Outcome.REFUSED:
+            self._suspects.add(message.shard)
+        result = Result(message.number, outcome, reason, message.key)
+        self.tally.add((result,))
+        if self._on_result is not None:
+            self._on_result(result)
+
+    def _free(self, message: Message[P]) -> None:
         message.settled = True
-        self.tally.counts[outcome] += 1
         self.unsettled -= 1
         self._freed += 1
         self._freed_bytes += len(message.body)
         if message.number <= self._mark:
             self._before_mark -= 1
-        if outcome is Outcome.STORED and self._on_result is None:
-            return
-        result = Result(message.number, outcome, reason, message.key)
-        if outcome is not Outcome.STORED:
-            if outcome is not Outcome.REFUSED:
-                self._suspects.add(message.shard)
-            self.tally.remember(result)
-        if self._on_result is not None:
-            self._on_result(result)
 
     # What is told.
 
-    def mark(self) -> None:
-        """Watch for the moment when all messages that were added up to now are settled."""
-        self._mark = self._last_number
+    def mark(self, number: int) -> None:
+        """Watch for the moment when all messages up to this number are settled. Marks rise.
+
+        Others may have published since somebody began to wait; those he does not wait for.
+        """
+        self._mark = number
         self._before_mark = self.unsettled
+        if number < self._last_number:
+            self._before_mark = sum(1 for each in self._all_unsettled() if each.number <= number)
+
+    def _all_unsettled(self) -> Iterator[Message[P]]:
+        for line in self._lines.values():
+            yield from line.waiting
+        for flight in self._flights.values():
+            yield from (message for message in flight if not message.settled)
 
     @property
     def settled_through(self) -> int:

@@ -33,7 +33,7 @@ from typing import Literal
 import pika
 
 from sharding.cluster.topology import Routing
-from sharding.errors import InvalidInput, LocalError, OutcomeUnknown, ShardUnavailable, TryLater
+from sharding.errors import InvalidInput, LocalError, ShardUnavailable, TryLater
 from sharding.maps.naming import MAX_NAME_BYTES
 from sharding.maps.shard_map import ShardKind, ShardMap
 from sharding.maps.slots import Key
@@ -57,24 +57,9 @@ class PublisherClosed(LocalError):
     """The publisher was closed, or its thread has ended."""
 
 
-class NotAllStored(OutcomeUnknown):
-    """The publisher was closed with messages that are not stored, and nobody had asked for them."""
-
-    def __init__(self, report: Report) -> None:
-        self.report = report
-        first = report.not_stored[0] if report.not_stored else None
-        detail = f"; the first: message {first.number}, {first.reason}" if first else ""
-        super().__init__(
-            f"not every message is stored ({report}){detail}. "
-            "Call flush() before the end of the block and look at its report."
-        )
-
-    def __reduce__(self) -> tuple[type[NotAllStored], tuple[Report]]:
-        return type(self), (self.report,)
-
-
 class ShardedPublisher:
-    """Publishes to the shards of one logical queue. Any thread may use it.
+    """Publishes to the shards of one logical queue. Any thread may use it. Leaving a `with` block
+    closes it, and raises if some message is not stored that no report has named.
 
     `window` and `window_bytes` bound what is queued and unconfirmed; `publish` waits for room.
     `confirm_timeout` is each message's time from the moment it is accepted until it is settled.
@@ -158,8 +143,8 @@ class ShardedPublisher:
         traceback: TracebackType | None,
     ) -> None:
         report = self.close()
-        if kind is None and not report.all_stored:
-            raise NotAllStored(report)
+        if kind is None:
+            report.raise_for_failures()
 
     def publish(
         self,
@@ -216,12 +201,13 @@ class ShardedPublisher:
         """Wait until all that was published before is settled, and report since the last report.
 
         After `timeout` it reports what there is; `pending` counts what a later report will have.
+        What other threads publish meanwhile is not waited for.
         """
         self._check_thread("flush")
         deadline = time.monotonic() + timeout
         with self._lock:
-            self._wait_until_settled(deadline)
-            return self._take_report()
+            is_settled = self._wait_until_settled(deadline)
+            return self._tally.take_report(pending=0 if is_settled else self._used)
 
     def close(self, timeout: float = 30.0) -> Report:
         """Flush, give up what is unsettled when the time is over, and end the connections.
@@ -239,7 +225,7 @@ class ShardedPublisher:
         self._io_thread.stop(max(0.0, began + timeout - time.monotonic()) * 0.8)
         self._thread.join(max(0.0, began + timeout - time.monotonic()))
         with self._lock:
-            return self._take_report()
+            return self._tally.take_report(pending=self._used)
 
     # For application threads, with the lock held.
 
@@ -265,21 +251,20 @@ class ShardedPublisher:
         if self._closed:
             raise PublisherClosed(f"the publisher of {self.logical!r} is closed")
 
-    def _wait_until_settled(self, deadline: float) -> None:
+    def _wait_until_settled(self, deadline: float) -> bool:
+        """Whether all that was published before this call is settled."""
         target = self._next_number - 1
         self._waiters += 1
         try:
-            self._io_thread.mark()
+            self._io_thread.mark(target)
             while self._settled_through < target and self._used and not self._ended:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    return
+                    break
                 self._lock.wait(left)
         finally:
             self._waiters -= 1
-
-    def _take_report(self) -> Report:
-        return self._tally.take_report(self._used)
+        return self._settled_through >= target or not self._used
 
     # For the I/O thread.
 
@@ -347,7 +332,7 @@ def _guard(on_result: Callable[[Result], None] | None) -> Callable[[Result], Non
     def guarded(result: Result) -> None:
         try:
             on_result(result)
-        except Exception:
+        except BaseException:  # an exit too would end the thread, and with it all that waits
             log.exception("on_result failed for message %d", result.number)
 
     return guarded

@@ -1,5 +1,6 @@
 """RabbitMQ streams: producers at leaders, consumers at replicas, behind any load balancer."""
 
+from sharding.outcomes import NotStored, Outcome, PerhapsNotStored, Report, Result
 from sharding.stream.consumer.consumer import Consumer
 from sharding.stream.consumer.probe import Ends
 from sharding.stream.consumer.ranges import RangeReading
@@ -32,7 +33,6 @@ from sharding.stream.options import (
 )
 from sharding.stream.producer.partitioning import Unroutable
 from sharding.stream.producer.producer import Producer
-from sharding.stream.producer.report import Failure, NotStored, PerhapsNotStored, Report
 from sharding.stream.protocol.constants import Broker, Limits
 from sharding.stream.routes.values import StreamRoute
 
@@ -48,7 +48,6 @@ __all__ = [
     "DataLost",
     "Ends",
     "EnvironmentOptions",
-    "Failure",
     "Limits",
     "Message",
     "NoAnswerInTime",
@@ -56,6 +55,7 @@ __all__ = [
     "NodeNotReached",
     "NotStored",
     "NotSupported",
+    "Outcome",
     "Overloaded",
     "PeerNotTrusted",
     "PerhapsNotStored",
@@ -65,6 +65,7 @@ __all__ = [
     "ProtocolError",
     "RangeReading",
     "Report",
+    "Result",
     "RouteOptions",
     "StreamArguments",
     "StreamEnvironment",

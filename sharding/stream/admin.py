@@ -11,6 +11,7 @@ import pika.exceptions
 from pika.adapters.blocking_connection import BlockingChannel
 
 from sharding.errors import InvalidInput, LocalError, RemoteError, Unreachable
+from sharding.maps.naming import check_name
 from sharding.stream.errors import StreamExists, StreamNotFound
 from sharding.stream.options import StreamArguments
 from sharding.stream.protocol.answers import Answer
@@ -49,7 +50,7 @@ class Administration:
         self._timeout = timeout
 
     def create_stream(self, name: str, arguments: StreamArguments, exist_ok: bool) -> None:
-        check_name("stream", name)
+        check_stream_name("stream", name)
         try:
             self._calls.call(Create(name, arguments.over_streams()), self._timeout)
         except StreamExists:
@@ -73,7 +74,7 @@ class Administration:
         arguments: StreamArguments,
         exist_ok: bool,
     ) -> None:
-        check_name("super stream", name)
+        check_stream_name("super stream", name)
         if binding_keys is None and partitions < 1:
             raise InvalidInput("partitions", "must be at least 1", partitions)
         keys = [str(n) for n in range(partitions)] if binding_keys is None else list(binding_keys)
@@ -116,14 +117,10 @@ class Administration:
         return dict(self._calls.call(StreamStats(name), self._timeout).stats)
 
 
-def check_name(what: str, name: str) -> None:
+def check_stream_name(field: str, name: str) -> None:
     """A name that the broker would take, before it is sent: the protocol allows more."""
-    try:
-        size = len(name.encode())
-    except UnicodeEncodeError:
-        raise InvalidInput(what, "must be text that UTF-8 can express", name) from None
-    if not 1 <= size <= 255 or name != name.strip():
-        raise InvalidInput(what, "must have 1 to 255 bytes and no space at its ends", name)
+    if check_name(field, name) != name.strip():
+        raise InvalidInput(field, "must have no space at its ends", name)
 
 
 _NOT_FOUND = 404

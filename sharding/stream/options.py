@@ -326,7 +326,7 @@ class RouteOptions:
     round_gap: float = 0.1
     """The time between two rounds of questions about changes; it doubles while changes go on …"""
     round_gap_max: float = 0.25
-    """… up to this, and starts anew after a calm of twice as long."""
+    """… up to this, and starts again after a calm of twice as long."""
     repeat_gap_max: float = 2.0
     """The same for names that were asked for in such a round shortly before."""
     leader_rounds: int = 7

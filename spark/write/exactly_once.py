@@ -4,8 +4,8 @@
         .option("checkpointLocation", "…").start()
 
 It returns the writer of the query, for the trigger, the checkpoint and the output mode. The query
-shuffles each row to the one task that owns its stream; see `replay_rules` for why that is needed,
-and for the rules.
+shuffles each row to the one task that owns its stream; `exactly_once_rules` says why, and by what
+rules.
 
 What it can't know, and asks for:
 
@@ -33,8 +33,8 @@ import pyarrow.compute as pc
 from sharding.errors import LocalError
 from spark.options.values import BadOption
 from spark.options.write import STREAM_OWNERS, MessageColumns, WriteOptions
+from spark.write.exactly_once_rules import StreamOwners, check_last_id, first_id
 from spark.write.messages import Key
-from spark.write.replay_rules import StreamOwners, check_last_id, first_id
 from spark.write.targets import parse, resolve
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from spark.options.connect import ConnectOptions
 from spark.options.values import BadOption
 from spark.options.write import STREAM_OWNERS, MessageColumns, WriteOptions
 from spark.process import environment
+from spark.write.exactly_once_rules import StreamOwners
 from spark.write.messages import RowCount, of_batch, of_rows
-from spark.write.replay_rules import StreamOwners
 from spark.write.targets import Target, parse, producer_options, resolve, sender_to
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import pika
 
-from interceptors import Report, ShardedPublisher
+from interceptors import ShardedPublisher
 from sharding.cluster.topology import Topology
-from sharding.errors import InvalidInput, OutcomeUnknown
+from sharding.errors import InvalidInput
 from sharding.maps.shard_map import ShardKind, ShardMap
 from sharding.stream.errors import StreamNotFound
 from sharding.stream.messages.codecs import Compression
@@ -118,7 +118,7 @@ def _no_such(kind: str, name: str) -> BadOption:
 
 
 class Sender(Protocol):
-    """Where a task puts its rows. What fails raises, and then the task fails."""
+    """Where a task puts its rows. What fails raises, then the task fails and Spark repeats it."""
 
     def send(self, messages: Messages) -> None:
         """Take rows; waits while too many are on their way."""
@@ -221,15 +221,6 @@ PERSISTENT = 2
 # A process keeps its publisher, with its connections, from task to task, until a task fails.
 
 
-class RowsNotStored(OutcomeUnknown):
-    """Some rows of a task are not known to be stored, so the task has failed."""
-
-    def __init__(self, report: Report) -> None:
-        first = report.not_stored[0] if report.not_stored else None
-        detail = f"; the first: row {first.number}, {first.reason}" if first else ""
-        super().__init__(f"not every row of the task is stored ({report}){detail}")
-
-
 @dataclass(frozen=True)
 class Broker:
     """Where to log in."""
@@ -309,10 +300,8 @@ class QueueSender:
             publish(key, body, basic_properties(properties, headers), timeout=timeout)
 
     def finish(self) -> int:
-        """Wait for every outcome; how many rows are stored, or `RowsNotStored`."""
         report = self._publisher.flush(self._options.flush_timeout)
-        if not report.all_stored:
-            raise RowsNotStored(report)
+        report.raise_for_failures()
         return report.stored
 
 

@@ -13,6 +13,7 @@ import pytest
 from sharding.errors import OutcomeUnknown
 from sharding.stream import (
     Compression,
+    Outcome,
     Producer,
     ProducerOptions,
     Report,
@@ -158,11 +159,16 @@ def test_an_unnamed_producer_reports_what_is_unknown_and_repeats_nothing_when_a_
     ):
         kill_a_leader(harmed, environment, invoices, sending)
         report = sending.end(timeout=90)
-        assert report.stored + report.refused_count + report.unknown_count == sending.sent
-        refused = {failure.number for failure in report.refused}
-        unknown = {failure.number for failure in report.unknown}
-        assert len(unknown) == report.unknown_count
-        assert all(isinstance(failure.reason, OutcomeUnknown) for failure in report.unknown)
+        assert (report.pending, report.omitted) == (0, 0)
+        assert report.stored + report.refused + report.unknown == sending.sent
+        by_outcome = {
+            outcome: [each for each in report.not_stored if each.outcome is outcome]
+            for outcome in Outcome
+        }
+        refused = {each.number for each in by_outcome[Outcome.REFUSED]}
+        unknown = {each.number for each in by_outcome[Outcome.UNKNOWN]}
+        assert (len(refused), len(unknown)) == (report.refused, report.unknown)
+        assert all(isinstance(each.cause, OutcomeUnknown) for each in by_outcome[Outcome.UNKNOWN])
         found = read_back(environment, invoices)
         times = Counter(n for numbers in found.values() for n in numbers)
         assert max(times.values()) == 1, "stored twice"

@@ -14,10 +14,16 @@ import pytest
 from pika.adapters.blocking_connection import BlockingConnection
 from pika.exceptions import ChannelClosedByBroker
 
-from interceptors import AioShardedChannel, AsyncShardedConnection, ShardedChannel
+from interceptors import (
+    AioShardedChannel,
+    AsyncShardedChannel,
+    AsyncShardedConnection,
+    ShardedChannel,
+)
 from sharding import Policy, ShardMap, ShardUnavailable, Topology, Unreachable
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
+from tests.conformance.callers import CALLERS, Publication
 from tests.support import patient
 from tests.support.other_views import View, WithAnOldMap
 from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
@@ -93,6 +99,30 @@ def test_what_came_back_is_not_sent_into_confirms_that_began_meanwhile(
     assert channel.counters["confirmed"] == 3
 
 
+def test_what_came_back_is_not_sent_while_confirms_begin(
+    cluster: Cluster, topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    """The broker counts from the request on, and not from when the application has the answer."""
+    view: Any = ReadsLater(topology, images.logical)
+    channel = ShardedChannel(connection.channel(), view, confirm_timeout=PATIENCE)
+    channel.basic_publish(images.logical, "user-1", b"came back")
+    pump_until(connection, lambda: view.asked)
+    wait = channel._confirms.wait_until
+
+    def read_and_wait(condition: Callable[[], bool]) -> None:
+        view.read()
+        wait(condition)
+
+    channel._confirms.wait_until = read_and_wait  # type: ignore[method-assign]
+    channel.confirm_delivery()
+    channel._confirms.wait_until = wait  # type: ignore[method-assign]
+    for number in range(3):
+        channel.basic_publish(images.logical, "user-1", b"%d" % number)
+    stored = [body for _, _, body in drain(cluster.nodes[0], names(images))]
+    assert stored == [b"0", b"1", b"2"]
+    assert channel.counters["confirmed"] == 3
+
+
 def test_what_came_back_is_not_sent_into_a_transaction(
     topology: Topology,
     connection: BlockingConnection,
@@ -105,6 +135,25 @@ def test_what_came_back_is_not_sent_into_a_transaction(
     channel.basic_publish(images.logical, "user-1", b"lost")
     channel.tx_commit()
     pump_until(connection, lambda: "it is not stored" in caplog.text)
+
+
+@pytest.mark.parametrize("kind", ["blocking", "async"])
+def test_what_came_back_is_not_sent_into_a_transaction_that_began_meanwhile(
+    cluster: Cluster,
+    topology: Topology,
+    images: ShardMap,
+    kind: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wrapper: Any = {"blocking": ShardedChannel, "async": AsyncShardedChannel}[kind]
+    view = ReadsLater(topology, images.logical)
+    url = cluster.nodes[0].endpoint.amqp_url
+    with CALLERS[kind](url, lambda raw: wrapper(raw, view)) as caller:
+        caller.publish(Publication(images.logical, "user-1", "came back"))
+        assert caller.wait_for(lambda: view.asked)
+        caller.begin_transaction()
+        view.read()
+        assert caller.wait_for(lambda: "it is not stored" in caplog.text)
 
 
 def test_nothing_is_lost_when_a_consumer_moves_and_its_callback_raises(
@@ -257,6 +306,90 @@ def test_a_channel_that_is_refused_while_it_opens_is_closed(cluster: Cluster) ->
         raw.ioloop.close()
     assert isinstance(closed[0], ChannelClosedByBroker)
     assert "the topology is closed" in closed[0].reply_text
+
+
+def test_consumers_that_are_cancelled_at_once_are_answered(
+    cluster: Cluster, topology: Topology, images: ShardMap
+) -> None:
+    cancelled: list[str] = []
+    tags: list[str] = []
+    ended = threading.Event()
+
+    def on_channel(channel: Any) -> None:
+        tags.extend(channel.basic_consume_all(images.logical, lambda *_: None))
+        for tag in tags:
+            channel.basic_cancel(tag, lambda frame: cancelled.append(frame.method.consumer_tag))
+
+    def on_close(raw: Any, _: Any) -> None:
+        raw.ioloop.stop()
+        ended.set()
+
+    raw = pika.SelectConnection(
+        patient.parameters(cluster.nodes[0].endpoint.amqp_url),
+        on_open_callback=lambda raw: AsyncShardedConnection(raw, topology).channel(
+            None, on_channel
+        ),
+        on_close_callback=on_close,
+    )
+    thread = threading.Thread(target=raw.ioloop.start, daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: len(cancelled) == 6)
+    finally:
+        raw.ioloop.add_callback_threadsafe(raw.close)
+        assert ended.wait(PATIENCE)
+        thread.join(PATIENCE)
+        raw.ioloop.close()
+    assert set(cancelled) <= set(tags)  # pika tells all who wait of each answer that comes
+
+
+@pytest.mark.parametrize("connect", [aio_pika.connect, aio_pika.connect_robust])
+def test_a_channel_that_was_opened_again_keeps_its_consumers(
+    cluster: Cluster, topology: Topology, images: ShardMap, connect: Any
+) -> None:
+    async def ignore(_: Any) -> None: ...
+
+    async def play() -> None:
+        async with await connect(cluster.nodes[0].endpoint.amqp_url) as connection:
+            channel = AioShardedChannel(await connection.channel(), topology)
+            await channel.consume_all(images.logical, ignore)
+            await channel.close()
+            await channel.reopen()
+            assert len(await channel.consume_all(images.logical, ignore)) == 6
+            policy = Policy.exactly(images.logical, 3, name=images.logical)
+            await asyncio.to_thread(topology.set_policy, policy)
+            grown = (await asyncio.to_thread(topology.ensure, images.logical)).shard_map
+            async with asyncio.timeout(PATIENCE):
+                counts: dict[str, int | None] = {}
+                while set(counts.values()) != {1}:  # on each of the nine, and not twice
+                    await asyncio.sleep(0.1)
+                    counts = await asyncio.to_thread(topology.consumer_counts, names(grown))
+            assert len(counts) == 9
+
+    asyncio.run(play())
+
+
+def test_messages_of_a_key_keep_their_order_from_the_first_one_on(
+    cluster: Cluster, images: ShardMap
+) -> None:
+    """They wait for the map, and those that come when it is there must not overtake them."""
+
+    async def play() -> None:
+        url = cluster.nodes[0].endpoint.amqp_url
+        with topology_of(cluster, options=patient.TOPOLOGY) as new:
+            async with await aio_pika.connect(url) as connection:
+                channel = AioShardedChannel(await connection.channel(), new)
+                exchange = await channel.get_exchange(images.logical, ensure=False)
+                sending = []
+                for number in range(300):
+                    message = aio_pika.Message(b"%d" % number)
+                    sending.append(asyncio.create_task(exchange.publish(message, "user-1")))
+                    await asyncio.sleep(0.001 if number % 3 else 0)
+                await asyncio.gather(*sending)
+
+    asyncio.run(play())
+    stored = [int(body) for _, _, body in drain(cluster.nodes[0], names(images))]
+    assert stored == list(range(300))
 
 
 class FailsOnce(View):

@@ -7,8 +7,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import pytest
+from pika.exceptions import UnroutableError
 
 from interceptors import ShardedChannel
 from sharding import Node as SeenNode
@@ -17,6 +19,7 @@ from sharding.cluster.management import ClusterView
 from sharding.cluster.provisioner import locator_policy
 from sharding.maps.planning import Member
 from tests.cluster import Cluster, Node, wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.support.sharded import (
     connection_to,
@@ -59,6 +62,17 @@ def test_every_node_has_its_shards_bound_by_name(cluster: Cluster) -> None:
             channel.basic_publish(logical, shard.name, b"bound", mandatory=True)
 
 
+def test_the_plugins_routing_key_is_bound_to_no_shard(cluster: Cluster) -> None:
+    logical = fresh_queue()
+    with topology_of(cluster) as topology:
+        topology.set_policy(Policy(logical, f"^{logical}$", 1, routing_key="all"))
+        topology.ensure(logical)
+    with raw_channel(cluster.nodes[0]) as channel:
+        channel.confirm_delivery()
+        with pytest.raises(UnroutableError):  # it was stored in every shard
+            channel.basic_publish(logical, "all", b"", mandatory=True)
+
+
 def test_raising_adds_shards_and_lowering_keeps_them(cluster: Cluster) -> None:
     logical = fresh_queue()
     with topology_of(cluster) as topology:
@@ -86,6 +100,31 @@ def test_queue_arguments_reach_the_shards(cluster: Cluster) -> None:
     for shard in shards_in_broker(cluster, logical):
         queue = cluster.nodes[0].management.get("queues", cluster.vhost, shard)
         assert {key: queue["arguments"][key] for key in arguments} == arguments
+
+
+@pytest.fixture
+def quorum_by_default(cluster: Cluster) -> Iterator[str]:
+    """A virtual host where a queue of no stated type is a quorum queue; on 3.10 none is."""
+    api, name = cluster.nodes[0].management, f"quorum-{cluster.vhost.strip('/')}"
+    everything = {"configure": ".*", "write": ".*", "read": ".*"}
+    api.call("PUT", "vhosts", name, body={"default_queue_type": "quorum"}, timeout=PATIENCE)
+    api.call("PUT", "permissions", name, "guest", body=everything)
+    yield name
+    api.call("DELETE", "vhosts", name, timeout=PATIENCE)
+
+
+def test_shards_are_classic_where_another_type_is_the_default(
+    cluster: Cluster, quorum_by_default: str
+) -> None:
+    logical, node = fresh_queue(), cluster.nodes[0]
+    url = urlsplit(node.endpoint.amqp_url)._replace(path=f"/{quorum_by_default}").geturl()
+    with Topology(url, management_urls=[node.management.url]) as topology:
+        set_up(topology, logical, 1)
+        shard_map = topology.shard_map(logical)
+    assert shard_map is not None
+    for shard in shard_map.shards:
+        found = node.management.get("queues", quorum_by_default, shard.name)
+        assert found["type"] == "classic"
 
 
 @pytest.fixture

@@ -472,18 +472,61 @@ def test_announcements_that_are_none_are_ignored(
         wait_until(lambda: len(group.shards) == 6)
 
 
-def test_what_can_not_work_is_said_at_once(cluster: Cluster, topology: Topology) -> None:
+def test_an_asynchronous_group_starts_once_and_a_cancelled_stop_is_carried_out(
+    topology: Topology, images: str
+) -> None:
+    async def play() -> None:
+        let_go = asyncio.Event()
+        group = AioConsumerGroup(topology, images, lambda _: let_go.wait(), options=patient.group())
+        begun = await asyncio.gather(group.start(), group.start(), return_exceptions=True)
+        assert [type(each) for each in begun] == [type(None), InvalidInput]
+        async with asyncio.timeout(PATIENCE):
+            while len(group.shards) < 6:
+                await asyncio.sleep(0.05)
+            with ShardedPublisher(topology, images) as publisher:
+                publisher.publish("key", b"")
+                publisher.flush(PATIENCE)
+            while not group.counters["running"]:
+                await asyncio.sleep(0.05)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(group.stop(), 0.01)
+            let_go.set()
+            assert await group.stop()
+        assert group.shards == frozenset()
+        counts = await asyncio.to_thread(topology.consumer_counts, shards_of(topology, images))
+        assert set(counts.values()) == {0}
+
+    asyncio.run(play())
+
+
+def test_what_can_not_work_is_said_at_once(topology: Topology) -> None:
     with pytest.raises(InvalidInput, match="must be one that is sharded"):
         ConsumerGroup(topology, "no-such-queue", print).start()
     with pytest.raises(InvalidInput, match="handler: must be callable"):
         ConsumerGroup(topology, "images", None)  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(InvalidInput, match="handler: must not be asynchronous"):
+        ConsumerGroup(topology, "images", asyncio.sleep)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ({"x-queue-type": "quorum"}, "must be classic"),
+        ({"x-single-active-consumer": True}, "has no exclusive consumer"),
+        ({}, "must not be a sharded name"),
+    ],
+)
+def test_shards_that_a_group_can_not_work_with_are_refused_when_it_starts(
+    cluster: Cluster, topology: Topology, arguments: dict[str, Any], rule: str
+) -> None:
     logical = fresh_queue()
-    arguments = {"x-queue-type": "quorum"}
     topology.set_policy(Policy(logical, f"^{logical}$", 1, queue_arguments=arguments))
+    # So that its dead letters, unless told otherwise, would be sharded.
+    options = patient.group() if arguments else patient.group(dead_letter="{name}")
     try:
         topology.ensure(logical)
-        with pytest.raises(InvalidInput, match="must be classic"):
-            ConsumerGroup(topology, logical, print).start()
+        with pytest.raises(InvalidInput, match=rule):
+            ConsumerGroup(topology, logical, print, options=options).start()
     finally:
         queues = shards_of(topology, logical)
         topology.forget(logical)

@@ -22,7 +22,7 @@ from sharding.groups import (
     StreamConsumerGroup,
     StreamGroupOptions,
 )
-from sharding.groups.streams.members import members_stream
+from sharding.groups.streams.worker import members_stream
 from sharding.stream import Message, StreamEnvironment, StreamNotFound
 from sharding.stream.errors import NotSupported
 from tests.cluster import Cluster, wait_until

@@ -263,7 +263,8 @@ def test_a_producer_whose_stream_is_deleted_fails(
 
     wait_until(fails)
     report = producer.close()
-    assert report.stored + report.refused_count + report.unknown_count > 0
+    assert report.stored + report.refused + report.unknown > 0
+    assert report.pending == 0
 
 
 def test_there_is_no_producer_to_a_stream_that_does_not_exist(

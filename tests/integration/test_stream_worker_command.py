@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sharding.groups.streams.members import members_stream
+from sharding.groups.streams.worker import members_stream
 from sharding.stream import StreamEnvironment
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from sharding import Address, Node, OnUnavailable, Policy, Shard, ShardKind, ShardMap, ShardName
 from sharding.maps.json_fields import Scalar
 
-# Surrogates can't be written as UTF-8, and AMQP names hold no NUL. 4 bytes a character at most.
-texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+# Surrogates can't be written as UTF-8, and names hold no NUL and no line break. At most 4 bytes a
+# character.
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r\n"), min_size=1)
 names = texts.map(lambda text: text[:60])
 logical_names = (
     (names | st.lists(names, min_size=2, max_size=3).map(" - ".join))

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding import Policy, UnsupportedFormat
-from sharding.maps.map_log import State, Verdict, apply, encode, replay
+from sharding.maps.map_log import State, Verdict, apply, encode
+from tests.support.log_records import replay
 from tests.support.maps import queue_map, stream_map
 
 GARBAGE = st.binary(max_size=20) | st.sampled_from(

@@ -12,7 +12,7 @@ from tests.property.strategies import logical_names, node_names, shard_names, te
 @given(logical_names, node_names, st.integers(0, 10**6))
 @example("a - b", "rabbit@rmq0", 0)
 @example("sharding: a - rabbit@x - 1", "rabbit@rmq0", 10)
-@example("two\nlines\n", "rabbit@rmq0", 1)
+@example("two\tparts ", "rabbit@rmq0", 1)
 @example(" - ", "rabbit@rmq0", 1)
 @example("grüße - 鍵", "häse@😀", 1)
 @example("a - b@c", "-@-", 1)

@@ -17,6 +17,7 @@ from tests.support.fuzz_streams import GROWTH_MAX, fuzz
 from tests.support.stream_frames import (
     PUSHED,
     asked,
+    feed,
     frame,
     handshake,
     new_connection,
@@ -68,7 +69,7 @@ def test_events_are_the_same_however_their_bytes_are_cut(
         connection = open_connection()
         known = [*PUSHED, *asked(connection)]
         data = b"".join(known[number] for number in order)
-        return [event for piece in in_pieces(data, pieces) for event in connection.receive(piece)]
+        return [event for piece in in_pieces(data, pieces) for event in feed(connection, piece)]
 
     assert events(sizes) == events([])
 
@@ -77,7 +78,7 @@ def test_events_are_the_same_however_their_bytes_are_cut(
 def test_rubbish_gives_nothing_but_the_protocol_error(rubbish: bytes, is_open: bool) -> None:
     connection = open_connection() if is_open else new_connection()
     with contextlib.suppress(ProtocolError):
-        connection.receive(rubbish)
+        feed(connection, rubbish)
     assert (connection.opened is not None) is is_open
 
 
@@ -88,9 +89,9 @@ def test_any_content_under_any_key_gives_nothing_but_the_protocol_error(
 ) -> None:
     connection = new_connection()
     for one in handshake()[:step]:
-        connection.receive(one)
+        feed(connection, one)
     with contextlib.suppress(ProtocolError):
-        connection.receive(frame(key, body, version))
+        feed(connection, frame(key, body, version))
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)

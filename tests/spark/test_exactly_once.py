@@ -15,7 +15,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from sharding.stream.environment import StreamEnvironment
 from spark import PublishOptions, exactly_once, publish_partition
 from spark.options.values import BadOption
-from spark.write.replay_rules import StreamOwners
+from spark.write.exactly_once_rules import StreamOwners
 from tests.cluster import Cluster
 from tests.cluster.waiting import PATIENCE
 from tests.spark.stored import Orders, one_stream, reach, stored_in, stream_uri, super_stream

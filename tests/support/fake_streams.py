@@ -144,7 +144,10 @@ class FakeClient:
         key = int.from_bytes(frame[4:6], "big")
         if key == Key.CREDIT:
             number, credit = struct.unpack(">BH", frame[8:11])
-            self.subscribed[number].credit += credit
+            subscribed = self.subscribed.get(number)
+            if subscribed is None:  # another thread has just lost it
+                raise ConnectionLost("closed")
+            subscribed.credit += credit
             self.deliver()
         else:
             assert key == Key.STORE_OFFSET
@@ -180,9 +183,10 @@ class FakeClient:
 
     def _go_on(self, number: int, active: bool, spec: OffsetSpec) -> None:
         self.answered.append((active, spec))
-        if active and number in self.subscribed:
+        subscribed = self.subscribed.get(number)
+        if active and subscribed is not None:
             self.waits_for_turn = False
-            self._start(number, spec, self.subscribed[number].credit)
+            self._start(number, spec, subscribed.credit)
             self.deliver()
 
     def deliver(self) -> None:
@@ -190,11 +194,12 @@ class FakeClient:
             return
         for number, subscribed in list(self.subscribed.items()):
             for first, bodies in self.stream.chunks[: self.visible]:
-                if subscribed.credit > 0 and first >= subscribed.following:
+                handler = self.handlers.get(number)  # none: another thread has just lost it
+                if handler and subscribed.credit > 0 and first >= subscribed.following:
                     subscribed.following = first + len(bodies)
                     subscribed.credit -= 1
                     self.delivered += 1
-                    self.handlers[number].on_chunk(chunk_of(first, bodies))
+                    handler.on_chunk(chunk_of(first, bodies))
 
     def lose(self, reason: Exception | None = None) -> None:
         """The connection breaks."""

@@ -30,6 +30,7 @@ from tests.support.stream_frames import (
     PUSHED,
     asked,
     copy_of,
+    feed,
     handshake,
     new_connection,
     open_connection,
@@ -61,7 +62,7 @@ def _steps(version: str) -> Iterator[tuple[Connection, bytes]]:
     connection = new_connection()
     for step in handshake(version):
         yield copy_of(connection), step
-        connection.receive(step)
+        feed(connection, step)
 
 
 _STEPS = [*_steps("4.0.5"), *_steps("3.10.8")]
@@ -137,8 +138,8 @@ def _receive(connection: Connection, data: bytes, rng: random.Random) -> None:
     fresh = copy_of(connection)
 
     def receive() -> None:
-        fresh.receive(data[:cut])
-        fresh.receive(data[cut:])
+        feed(fresh, data[:cut])
+        feed(fresh, data[cut:])
 
     _only_protocol_errors(receive, data)
 

@@ -19,6 +19,19 @@ PASSWORD = "a-password-nobody-may-see"
 LOGIN = Login("someone", PASSWORD)
 
 
+def feed(connection: Connection, data: bytes) -> list[Event]:
+    """What the connection makes of bytes from its peer."""
+    events: list[Event] = []
+    rest = memoryview(data)
+    while rest:
+        buffer = connection.buffer()
+        count = min(len(buffer), len(rest))
+        buffer[:count] = rest[:count]
+        events += connection.received(count)
+        rest = rest[count:]
+    return events
+
+
 def frame(key: int, body: bytes, version: int = 1) -> bytes:
     return struct.pack(">IHH", len(body) + 4, key, version) + body
 
@@ -65,7 +78,7 @@ def new_connection(limits: Limits | None = None, login: Login = LOGIN) -> Connec
 
 def open_connection(version: str = "4.0.5", limits: Limits | None = None) -> Connection:
     connection = new_connection(limits)
-    connection.receive(b"".join(handshake(version)))
+    feed(connection, b"".join(handshake(version)))
     assert connection.opened is not None
     return connection
 

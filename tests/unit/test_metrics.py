@@ -12,9 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sharding import InvalidInput, LocalError, metrics
 from sharding.metrics.sources import METRICS, Sample, Subject, added_up, samples_of
-from sharding.outcomes import Outcome, Tally
-from sharding.stream.producer.report import Failure
-from sharding.stream.producer.report import Tally as StreamTally
+from sharding.outcomes import Outcome, Report, Result, Tally
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 
@@ -106,23 +104,15 @@ def test_part_of_an_environment_is_in_the_name() -> None:
     assert list(samples_of(source)) == [Sample("warren_routes_hits", (), 4)]
 
 
-def test_totals_of_a_publisher_survive_its_reports() -> None:
+def test_totals_survive_reports_and_leave_out_what_may_yet_be_stored() -> None:
     tally = Tally(10)
-    tally.counts[Outcome.STORED] = 3
-    assert tally.take_report(0).stored == 3
-    tally.counts[Outcome.STORED] = 2
-    assert tally.totals["stored"] == 5
-    assert tally.report().stored == 2
-
-
-def test_totals_of_a_producer_leave_out_what_may_yet_be_stored() -> None:
-    tally = StreamTally()
     tally.stored = 3
-    failure = Failure(1, "invoices", None, LocalError("late"))
-    assert tally.report([failure]).unknown_count == 1
-    tally.stored = 1
-    tally.refuse([failure])
-    assert tally.totals == {"stored": 4, "refused": 1, "unknown": 0}
+    assert tally.take_report(pending=1) == Report(stored=3, pending=1)
+    tally.stored = 2
+    tally.add([Result(1, Outcome.REFUSED, "late")])
+    assert tally.totals == {"stored": 5, "refused": 1, "unroutable": 0, "unknown": 0}
+    assert tally.take_report().stored == 2
+    assert tally.totals["stored"] == 5
 
 
 def test_document_lists_every_metric_and_no_other() -> None:

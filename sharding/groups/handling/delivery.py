@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -80,6 +82,38 @@ class Dead:
     """The exception's type and the first line of its text."""
     attempts: int
     stored: Callable[[], None]
+
+
+# Whatever a handler is and does: its message is acknowledged because the work is done, or it counts
+# as failed. Python has functions whose call does nothing yet, coroutine functions and those with a
+# `yield`. Such a handler is refused where that can be seen; where it can't, behind a decorator say,
+# what comes back shows it.
+
+_ASYNCHRONOUS = "must not be asynchronous: nobody would await it; for queues use AioConsumerGroup"
+_YIELDS = "must not have a yield: calling it does nothing"
+
+
+def check_handler(handler: object, *, awaited: bool) -> None:
+    """Raise if it would do nothing; `awaited` says whether what it returns is awaited."""
+    if not callable(handler):
+        raise InvalidInput("handler", "must be callable", handler)
+    while isinstance(handler, partial):
+        handler = handler.func
+    for function in (handler, type(handler).__call__):
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise InvalidInput("handler", _YIELDS, handler)
+        if inspect.iscoroutinefunction(function) and not awaited:
+            raise InvalidInput("handler", _ASYNCHRONOUS, handler)
+
+
+def check_returned(returned: object) -> None:
+    """Raise if a handler that returned this has not done its work."""
+    if inspect.isgenerator(returned) or inspect.isasyncgen(returned):
+        raise InvalidInput("handler", _YIELDS, returned)
+    if inspect.isawaitable(returned):
+        if inspect.iscoroutine(returned):
+            returned.close()  # else Python warns that nobody awaited it
+        raise InvalidInput("handler", _ASYNCHRONOUS, returned)
 
 
 Outcome = Done | GivenBack | Dead

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from sharding.groups.handling.delivery import (
@@ -237,8 +237,8 @@ class Lanes:
 # 2. A batch is tried as a batch first, `attempts` times. Then its messages are tried one by one,
 #    each `attempts` times of its own, so that only the poisonous ones become dead letters. One by
 #    one, the pauses of different keys run side by side.
-# 3. A batch that got further (`BatchFailed(done=n)` with n > 0) counts its attempts anew: another
-#    message is at its head now.
+# 3. A batch that got further (`BatchFailed(done=n)` with n > 0) counts its attempts from the
+#    start: another message is at its head now.
 # 4. A handler that hangs is not tried again, since it may be at work on the message still. A batch
 #    that hangs is tried one by one, because only one of its messages may be at fault.
 # 5. Where there is no place for dead letters, nothing is ever given up: the last pause is repeated.
@@ -323,6 +323,14 @@ class Scheduler:
     def in_hand(self) -> int:
         """Messages that are submitted and not settled."""
         return self._in_hand
+
+    def counted(self, *, running: int, lost: int) -> Mapping[str, float]:
+        """How many messages or calls ended in which way, and what is in hand now.
+
+        How many handlers run, and how many are lost, only who runs them knows.
+        """
+        now = {"in_hand": self._in_hand, "running": running, "lost_threads": lost}
+        return {**self.counters, **now}
 
     def submit(self, lane: Hashable, delivery: Delivery, on_done: OnDone, now: float) -> None:
         self._in_hand += 1

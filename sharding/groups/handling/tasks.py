@@ -7,12 +7,19 @@ cancelled; one that does not let itself be cancelled is lost, as a thread would 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import random
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from typing import Any
 
-from sharding.groups.handling.delivery import Delivery, GivenBack, GroupFailed, OnDone
+from sharding.groups.handling.delivery import (
+    Delivery,
+    GivenBack,
+    GroupFailed,
+    OnDone,
+    check_returned,
+)
 from sharding.groups.handling.scheduler import Hung, Job, OnReleased, Scheduler, Settled, Ticket
 from sharding.groups.handling.threads import log_failure, tell
 from sharding.groups.options import GroupOptions
@@ -32,13 +39,15 @@ class HandlerTasks:
         options: GroupOptions,
         *,
         clock: Callable[[], float],
-        on_failure: Callable[[], None] = lambda: None,
+        on_failure: Callable[[GroupFailed], None] = lambda _: None,
+        on_interrupt: Callable[[], None] = lambda: None,
         chance: Callable[[], float] = _random.random,
     ) -> None:
         self._handler = handler
         self._options = options
         self._clock = clock
         self._on_failure = on_failure
+        self._on_interrupt = on_interrupt
         self._loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(options, chance, self._on_dead_letter_stored)
         self._running: set[asyncio.Task[None]] = set()
@@ -47,16 +56,11 @@ class HandlerTasks:
         self._lost = 0
         self._stopping = False
         self._emptied = asyncio.Event()
-        self.failure: GroupFailed | None = None
+        self._failed = False
 
     @property
     def counters(self) -> Mapping[str, float]:
-        return {
-            **self._scheduler.counters,
-            "in_hand": self._scheduler.in_hand,
-            "running": len(self._running),
-            "lost_threads": self._lost,
-        }
+        return self._scheduler.counted(running=len(self._running), lost=self._lost)
 
     @property
     def in_handler(self) -> bool:
@@ -153,10 +157,13 @@ class HandlerTasks:
 
     async def _call(self, given: Any) -> BaseException | None:
         try:
-            await self._handler(given)
-        except Exception as error:
+            returned: object = self._handler(given)
+            # A plain function has done its work when it returns.
+            check_returned(await returned if inspect.isawaitable(returned) else returned)
+        except KeyboardInterrupt as error:
+            self._on_interrupt()
             return error
-        except asyncio.CancelledError as error:
+        except BaseException as error:  # SystemExit too would end the application's loop
             return error
         return None
 
@@ -168,12 +175,14 @@ class HandlerTasks:
             return
         self._lost += 1
         handling.add_done_callback(self._on_found)
-        if self._lost > self._options.max_lost_threads and self.failure is None:
-            self.failure = GroupFailed(
-                f"{self._lost} handlers hang, {self._options.max_lost_threads} are tolerated "
-                "(max_lost_threads): none let itself be cancelled"
+        if self._lost > self._options.max_lost_threads and not self._failed:
+            self._failed = True
+            self._on_failure(
+                GroupFailed(
+                    f"{self._lost} handlers hang, {self._options.max_lost_threads} are tolerated "
+                    "(max_lost_threads): none let itself be cancelled"
+                )
             )
-            self._on_failure()
 
     def _on_found(self, _: object) -> None:
         self._lost -= 1

@@ -15,7 +15,7 @@ The interface, for whoever reads messages (the *owner*):
 * `set_lease(shard, until)`: begin no message of the shard after this moment of the clock.
 * `wind_down()`: begin nothing more, of any shard; what is not running is given back.
 * `stop(timeout)`: the same, and wait; True if all handlers ended in time.
-* `failure`: why the runner ended by itself, when too many handlers hang; `on_failure` is called.
+* `on_failure(error)` is called once, when so many handlers hang that it is useless to go on.
 
 No bound on what may be submitted is kept here: the owner's prefetch is that bound.
 
@@ -33,7 +33,14 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from sharding.groups.handling.delivery import Delivery, GivenBack, GroupFailed, OnDone, first_line
+from sharding.groups.handling.delivery import (
+    Delivery,
+    GivenBack,
+    GroupFailed,
+    OnDone,
+    check_returned,
+    first_line,
+)
 from sharding.groups.handling.scheduler import Hung, Job, OnReleased, Scheduler, Settled, Ticket
 from sharding.groups.options import GroupOptions
 
@@ -41,7 +48,8 @@ logger = logging.getLogger("warren.groups")
 _random = random.Random()  # its own, so that nobody else's sequence of numbers changes
 
 Handler = Callable[[Any], object]
-"""Gets a Delivery, or where `batch_size` is above 1 a list of them; what it returns is ignored."""
+"""Gets a Delivery, or where `batch_size` is above 1 a list of them. What it returns is ignored, but
+an awaitable or a generator is a failure: nothing has been done."""
 
 
 class HandlerThreads:
@@ -50,7 +58,7 @@ class HandlerThreads:
         handler: Handler,
         options: GroupOptions,
         *,
-        on_failure: Callable[[], None] = lambda: None,
+        on_failure: Callable[[GroupFailed], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = _random.random,
     ) -> None:
@@ -64,7 +72,7 @@ class HandlerThreads:
         self._threads: set[int] = set()
         self._lost = 0
         self._stopping = False
-        self.failure: GroupFailed | None = None
+        self._failed = False
         for _ in range(options.parallelism):
             self._add_thread()
         if options.handler_timeout is not None:
@@ -72,14 +80,8 @@ class HandlerThreads:
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """How many messages or calls ended in which way, and what is in hand now."""
         with self._changed:
-            return {
-                **self._scheduler.counters,
-                "in_hand": self._scheduler.in_hand,
-                "running": len(self._running),
-                "lost_threads": self._lost,
-            }
+            return self._scheduler.counted(running=len(self._running), lost=self._lost)
 
     @property
     def in_handler(self) -> bool:
@@ -148,7 +150,8 @@ class HandlerThreads:
             end: BaseException | None = None
             try:
                 deliveries = [ticket.delivery for ticket in job.tickets]
-                self._handler(deliveries if self._options.batch_size > 1 else deliveries[0])
+                given = deliveries if self._options.batch_size > 1 else deliveries[0]
+                check_returned(self._handler(given))
             except BaseException as error:  # also SystemExit: the message must be settled
                 end = error
             if not self._finish(job, end):
@@ -233,12 +236,14 @@ class HandlerThreads:
         self._after(settled)
         if not too_many:
             self._add_thread()
-        elif self.failure is None:
-            self.failure = GroupFailed(
-                f"{self._lost} handlers hang, {self._options.max_lost_threads} are tolerated "
-                f"(max_lost_threads): none returned within {limit:g} s (handler_timeout)"
+        elif not self._failed:
+            self._failed = True
+            self._on_failure(
+                GroupFailed(
+                    f"{self._lost} handlers hang, {self._options.max_lost_threads} are tolerated "
+                    f"(max_lost_threads): none returned within {limit:g} s (handler_timeout)"
+                )
             )
-            self._on_failure()
 
 
 def log_failure(job: Job, error: BaseException) -> None:

@@ -335,7 +335,7 @@ class DeadLetters:
         except Refused as error:
             if error.code != NO_ROUTE:
                 raise
-            await channel.declare(self.queue, durable=True)
+            await channel.declare(self.queue, durable=True, arguments={"x-queue-type": "classic"})
             stored = await channel.publish_mandatory(self.queue, body, properties)
         if not stored:
             raise RemoteError(f"the broker did not take a dead letter into {self.queue!r}")

@@ -28,7 +28,7 @@ from sharding.groups.queues.shard_reader import (
     ShardReader,
     is_in_use,
 )
-from sharding.groups.sharing.assignment import Attempts, decide, still_to_leave
+from sharding.groups.sharing.assignment import Assignment, Hands
 from sharding.groups.sharing.roster import Announcement, Kind, Roster
 from sharding.maps.naming import check_name
 from sharding.maps.shard_map import ShardMap
@@ -70,7 +70,7 @@ class QueueWorker:
         self._readers: dict[str, ShardReader] = {}
         self._taking: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        self._attempts = Attempts(options.take_interval, patience=3 * options.member_timeout)
+        self._assignment = Assignment(me, options)
         self._locks_proved: set[str] = set()
         self._changed = asyncio.Event()
         self._failure: WarrenError | None = None
@@ -146,17 +146,15 @@ class QueueWorker:
         self._follow_map()
         if self._winding_down or not self._membership.settled:
             return
-        now = self._clock()
-        others = self._membership.others()
-        known = self._reachable(now)
-        decision = decide(self.me, {**others, self.me: self.held()}, known)
-        gone = self.held() - self._homes.keys()
-        for shard in [*gone, *still_to_leave(decision.give_up, self._leaving.keys())]:
+        mine = Hands(self.held(), leaving=self._leaving.keys(), asking=self._taking.keys())
+        away = {shard for shard, node in self._homes.items() if self._nodes.session(node) is None}
+        moves = self._assignment.look(
+            self._clock(), self._homes.keys(), mine, self._membership.others(), away
+        )
+        for shard in moves.leave:
             self._start(self._leaving, shard, self._give_up(shard))
-        overdue = self._attempts.overdue(known.difference(self.held(), *others.values()), now)
-        for shard in dict.fromkeys([*decision.take, *overdue]):
-            if self._attempts.is_due(shard, now) and shard not in self._readers:
-                self._start(self._taking, shard, self._take(shard))
+        for shard in moves.take:
+            self._start(self._taking, shard, self._take(shard))
 
     def _follow_map(self) -> None:
         shard_map = self._shard_map()
@@ -164,24 +162,12 @@ class QueueWorker:
         held_on = {reader.node for reader in self._readers.values()}
         self._nodes.keep(held_on.union(self._homes.values()))
 
-    def _reachable(self, now: float) -> frozenset[str]:
-        """Shards whose node answers, without those that did not when they were asked for."""
-        return frozenset(
-            shard
-            for shard, node in self._homes.items()
-            if self._nodes.session(node) is not None and not self._attempts.is_away(shard, now)
-        )
-
     def _start(
         self,
         tasks: dict[str, asyncio.Task[None]],
         shard: str,
         work: Coroutine[Any, Any, None],
     ) -> None:
-        if shard in self._taking or shard in self._leaving:
-            work.close()
-            return
-
         def ended(done: asyncio.Task[None]) -> None:
             del tasks[shard]
             if not done.cancelled() and done.exception() is not None:
@@ -199,7 +185,6 @@ class QueueWorker:
     # Taking and leaving.
 
     async def _take(self, shard: str) -> None:
-        self._attempts.begin(shard, self._clock())
         node = self._homes[shard]
         session = self._nodes.session(node)
         if session is None:
@@ -222,7 +207,7 @@ class QueueWorker:
         except Refused as error:
             self._on_refused(shard, error)
         except (WarrenError, TimeoutError) as error:
-            self._attempts.not_answered(shard)
+            self._assignment.attempts.not_answered(shard)
             logger.info("%r can't be taken now: %s", shard, reason(error))
         else:
             self._on_taken(shard, reader)
@@ -232,7 +217,7 @@ class QueueWorker:
 
     def _on_taken(self, shard: str, reader: ShardReader) -> None:
         self._locks_proved.add(shard)
-        self._attempts.taken(shard)
+        self._assignment.attempts.taken(shard)
         self._readers[shard] = reader
         self.counters["taken"] += 1
         logger.info("%r is taken; %d shards held", shard, len(self._readers))
@@ -241,13 +226,13 @@ class QueueWorker:
 
     def _on_refused(self, shard: str, error: Refused) -> None:
         if not is_in_use(error):
-            self._attempts.not_answered(shard)
+            self._assignment.attempts.not_answered(shard)
             logger.info("%r can't be taken now: %s", shard, error)
             if error.code == ACCESS_REFUSED:
                 self._on_no_right(error)
             return
         self.counters["refused"] += 1
-        if self._attempts.refused(shard):
+        if self._assignment.attempts.refused(shard):
             logger.warning(
                 "%r is read by somebody who announces nothing: a consumer that is no worker of "
                 "this group, or a worker that hangs",

@@ -1,6 +1,7 @@
-"""Who should hold how many shards, and who gives up or takes which. Pure.
+"""Who should hold how many shards, and what a worker takes and leaves because of it. Pure.
 
-Every worker decides for itself, from what it has heard of the others. The rules:
+Every worker decides for itself, from what it has heard of the others. The rules of the shares
+(those of one worker's look stand above `Assignment`):
 
 1. With S shards and M workers, S mod M workers hold one shard more than the others, S div M. Those
    that hold most now are the ones, so that the least has to move; equals are told apart by id.
@@ -16,8 +17,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
+from sharding.groups.options import GroupOptions
 from sharding.maps.slots import murmur3
 
 
@@ -136,3 +139,98 @@ class Attempts:
         """Of the shards that nobody holds, those that whoever should take them does not take."""
         self._free_since = {shard: self._free_since.get(shard, now) for shard in free}
         return [shard for shard, since in self._free_since.items() if now - since > self._patience]
+
+
+# One worker's look: what it takes and leaves now. Workers of queues and of streams both drive it,
+# by saying what there is and what they have, and by doing what it says. The rules:
+#
+# 1. Shares are counted over the shards that can be read now. One whose node is away, or that did
+#    not answer the last attempt, is left out until the next attempt is due: it can be in nobody's
+#    share, and the others' loads have to be even without it.
+# 2. What exists no more is left.
+# 3. Of what is held beyond the share, as many are left as are not being left already, by rule 2 or
+#    since an earlier look.
+# 4. What is dealt to this worker is tried, with `take_interval` between two attempts. So is what
+#    has been free for three times `member_timeout`, by whoever sees it: the one that should take
+#    it can't, or sees others than we do.
+# 5. Nothing is tried that is held, asked for or waited for, nor before it has been left entirely.
+#
+# The broker has two kinds of lock, and `Hands` says with which this worker has to do:
+#
+# * An exclusive consumer (queues) is a question with an answer: taken, refused, or none in time.
+#   A worker is `asking` until then. It can't take the question back; if the shard should be
+#   another's by the time it is taken, it is surplus at the next look. A refusal moves no shares:
+#   whoever holds the shard will announce it, or give it up, or is no worker at all.
+# * A single active consumer (streams) has a line, and nobody in it is refused. A worker is
+#   `in_line` from its attempt until its turn comes: that is no load, and not announced. It steps
+#   out as soon as the shard is not dealt to it any more; else the broker would give it the shard
+#   some day against all shares. It looks for the shard's node by itself as long as it stands there,
+#   so that none is ever away.
+
+
+class Cause(StrEnum):
+    """Why a shard is left."""
+
+    GONE = "it exists no more"
+    SURPLUS = "another worker has room for it"
+    ANOTHERS = "it is another's"
+
+
+@dataclass(frozen=True, slots=True)
+class Hands:
+    """What a worker has to do with which shards, at one moment."""
+
+    held: Set[str] = frozenset()
+    """The lock is this worker's, also while it is leaving."""
+    leaving: Set[str] = frozenset()
+    """Being left: held still, or not any more, or a line that it steps out of."""
+    asking: Set[str] = frozenset()
+    in_line: Set[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What a worker should begin now. What it leaves it holds, or stands in line for."""
+
+    take: tuple[str, ...] = ()
+    leave: Mapping[str, Cause] = field(default_factory=dict)
+
+
+class Assignment:
+    """What has to be kept from look to look. `attempts` is to be told what became of them, where
+    there is an answer.
+    """
+
+    def __init__(self, me: str, options: GroupOptions) -> None:
+        self._me = me
+        self.attempts = Attempts(options.take_interval, patience=3 * options.member_timeout)
+
+    def look(
+        self,
+        now: float,
+        shards: Set[str],
+        mine: Hands,
+        others: Mapping[str, frozenset[str]],
+        away: Set[str] = frozenset(),
+    ) -> Moves:
+        """What follows from the `shards` that exist, of which some are `away`, and from what the
+        others hold; whatever is to be taken counts as tried from here on.
+        """
+        held, attempts = frozenset(mine.held), self.attempts
+        there = frozenset(each for each in shards - away if not attempts.is_away(each, now))
+        decision = decide(self._me, {**others, self._me: held}, there)
+
+        leave = dict.fromkeys((held | mine.in_line) - shards - mine.leaving, Cause.GONE)
+        leaving = held & (mine.leaving | leave.keys())
+        leave |= dict.fromkeys(still_to_leave(decision.give_up, leaving), Cause.SURPLUS)
+
+        overdue = attempts.overdue(there.difference(held, *others.values()), now)
+        wanted = dict.fromkeys([*decision.take, *overdue])
+        lines = mine.in_line - wanted.keys() - mine.leaving - leave.keys()
+        leave |= dict.fromkeys(lines, Cause.ANOTHERS)
+
+        busy = held | mine.leaving | mine.asking | mine.in_line
+        take = tuple(each for each in wanted if each not in busy and attempts.is_due(each, now))
+        for shard in take:
+            attempts.begin(shard, now)
+        return Moves(take, leave)

@@ -28,6 +28,7 @@ from sharding.stream.producer.producer import Producer
 logger = logging.getLogger("warren.groups")
 
 _FLUSH_TIMEOUT = 10.0
+_CLOSE_TIMEOUT = 1.0
 _random = random.Random()  # its own, so that nobody else's sequence of numbers changes
 _BACKOFF = Backoff(first=0.2, longest=10.0)
 
@@ -119,15 +120,19 @@ class DeadLetters:
                 letter_of(each.delivery, each.dead, each.time, self._group) for each in letters
             ]
             numbers = producer.send_encoded(bodies)
-            report = producer.flush(_FLUSH_TIMEOUT)
+            reports = [producer.flush(_FLUSH_TIMEOUT)]
+            if not reports[0].all_stored:
+                reports.append(producer.close(_CLOSE_TIMEOUT))  # nothing is pending after that
         except WarrenError as error:
             logger.warning("%d dead letters for %s wait: %s", len(letters), self._stream, error)
             self._let_go()
             return letters
-        failed = {failure.number: failure for failure in (*report.refused, *report.unknown)}
+        failed = {each.number: each.reason for report in reports for each in report.not_stored}
+        # Where some are not named, any may be among them.
+        is_named = not any(report.omitted for report in reports)
         rest = []
         for number, letter in zip(numbers, letters, strict=True):
-            if number in failed:
+            if number in failed or not is_named:
                 rest.append(letter)
                 continue
             self._counts.add("dead_lettered")
@@ -142,8 +147,9 @@ class DeadLetters:
             letter.then()
             letter.dead.stored()
         if rest:
-            reason = next(iter(failed.values())).reason
+            reason = next(iter(failed.values()))
             logger.warning("%d dead letters for %s wait: %s", len(rest), self._stream, reason)
+        if len(reports) > 1:
             self._let_go()
         return rest
 
@@ -159,7 +165,7 @@ class DeadLetters:
         producer, self._producer = self._producer, None
         if producer is not None:
             with suppress(WarrenError):
-                producer.close(timeout=1)
+                producer.close(_CLOSE_TIMEOUT)
 
 
 def letter_of(delivery: Delivery, dead: Dead, moment: datetime, group: str) -> bytes:

@@ -4,7 +4,9 @@ The rules:
 
 * `send` is for every thread but the reading one. It holds a lock until its frames are written, so
   that frames are never mixed, and gives up at its deadline: with `TryLater` if nothing was written,
-  with `ConnectionLost` if a frame was cut, as the connection is then of no use.
+  with `ConnectionLost` if a frame was cut, as the connection is then useless.
+* A transport that keeps what it did not take (TLS) has begun to send it. It is posted then: given
+  up by its sender, and still the next to be written.
 * The reading thread must never wait to write: a broker that waits for us to read does not read
   what we write, and both would wait for ever. It `post`s its frames (heartbeats, answers). They are
   written at once if nobody else is writing and the socket takes them; else by the thread that is
@@ -23,7 +25,7 @@ from sharding.errors import TryLater
 from sharding.stream.connections.transport import Buffer, Transport
 from sharding.stream.errors import ConnectionLost, ProtocolError
 
-MOST_POSTED = 1024  # 255 subscriptions may each be made active and inactive, and some more
+MOST_POSTED = 1024  # four for each of the 255 subscriptions that a connection can have
 
 
 class Outgoing:
@@ -42,17 +44,19 @@ class Outgoing:
             self._write(buffers, deadline)
         finally:
             self._writing.release()
-        # What the reading thread could not write because of us.
+        # What the reading thread could not write because of us. If that is late, ours is written.
         while self._posted and self._writing.acquire(blocking=False):
             try:
                 self._write_posted(deadline)
+            except TryLater:
+                return
             finally:
                 self._writing.release()
 
     def post(self, frame: bytes) -> None:
         """Write a frame now or soon, without waiting."""
         if len(self._posted) >= MOST_POSTED:
-            raise ProtocolError(f"the peer took none of {MOST_POSTED} answers")
+            raise ProtocolError(f"the peer does not take our answers: {MOST_POSTED} wait")
         self._posted.append(memoryview(frame))
         self.flush()
 
@@ -100,6 +104,8 @@ class Outgoing:
         while left:
             if not self._writable(deadline):
                 if left is buffers:
+                    if self._transport.keeps_what_it_refused:
+                        self._posted.appendleft(memoryview(b"".join(buffers)))
                     raise TryLater("the peer takes nothing")
                 raise ConnectionLost("the peer took a frame only in part")
             left = _without(left, self._transport.send(left))

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from sharding.errors import Unreachable
 from sharding.stream.errors import ConnectionLost, PeerNotTrusted
@@ -32,6 +32,9 @@ MOST_BUFFERS = 512  # for one sendmsg; the kernel takes 1024
 
 class Transport(Protocol):
     """What the client needs of a connection to its peer."""
+
+    keeps_what_it_refused: ClassVar[bool]
+    """Whether bytes that were offered and not taken must be the first of the next `send`."""
 
     def receive_into(self, buffer: memoryview) -> int | None:
         """How many bytes came: 0 at the end, None if there are none now."""
@@ -49,6 +52,8 @@ class Transport(Protocol):
 
 class PlainTransport:
     """TCP."""
+
+    keeps_what_it_refused: ClassVar[bool] = False
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -84,6 +89,9 @@ class PlainTransport:
 class TlsTransport:
     """TLS, after its handshake."""
 
+    # OpenSSL has made a record of them, and sends that, whatever it is given next.
+    keeps_what_it_refused: ClassVar[bool] = True
+
     def __init__(self, sock: ssl.SSLSocket) -> None:
         sock.setblocking(False)
         self._socket = sock
@@ -104,8 +112,7 @@ class TlsTransport:
             raise ConnectionLost(f"receiving over TLS failed: {error}") from error
 
     def send(self, buffers: Sequence[Buffer]) -> int:
-        # One record, not one for each small buffer. OpenSSL wants the same bytes again after it
-        # could not take them; the caller's bytes do not change, but for more of them at the end.
+        # One record, not one for each small buffer.
         data = b"".join(buffers[:MOST_BUFFERS])
         try:
             with self._session:

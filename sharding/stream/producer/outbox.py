@@ -15,11 +15,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
+from sharding.errors import reason
+from sharding.outcomes import Outcome, Result
 from sharding.stream.messages.codecs import Compression
 from sharding.stream.producer import publish_frames
 from sharding.stream.producer.publish_frames import Entries
-from sharding.stream.producer.report import Failure
 from sharding.stream.protocol.commands import publish_header
 
 
@@ -172,11 +174,21 @@ class Batch:
         )
 
 
-def failures(batches: Iterable[Batch], stream: str, reason: Exception) -> Iterator[Failure]:
-    """Every message of `batches` without an outcome, as failed for `reason`."""
-    for batch in batches:
-        for number, publishing_id in batch.outstanding():
-            yield Failure(number, stream, publishing_id, reason)
+def outstanding(batches: Iterable[Batch]) -> Iterator[tuple[int, int]]:
+    """Number and publishing id of each message of `batches` without an outcome."""
+    return chain.from_iterable(batch.outstanding() for batch in batches)
+
+
+def results(
+    messages: Iterable[tuple[int, int | None]],
+    outcome: Outcome,
+    stream: str | None,
+    cause: Exception,
+) -> Iterator[Result]:
+    """One for each of the messages, given by number and publishing id, that share a fate."""
+    said = reason(cause)
+    for number, publishing_id in messages:
+        yield Result(number, outcome, said, None, stream, publishing_id, cause)
 
 
 # What a partition has taken and the broker has not settled yet: pure, and in order.

@@ -9,7 +9,7 @@ The rules:
    before it stops. So frames go out in order, and no lock is held while a socket is waited for:
    confirms are read meanwhile.
 3. When the publisher is lost (connection, leader, overdue confirms), the outbox decides what is
-   given up and what is written again, and a recovery opens a publisher anew, with growing pauses.
+   given up and what is written again, and a recovery opens a new publisher, with growing pauses.
    New messages are taken meanwhile, as far as there is room.
 4. Sequence numbers that the broker knows (QueryPublisherSequence) say where a new producer goes
    on. They do not settle anything: the leader counts what it has not replicated yet. So all that
@@ -32,17 +32,21 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from sharding.errors import LocalError, OutcomeUnknown, Unreachable, WarrenError
+from sharding.outcomes import Outcome, Tally
 from sharding.stream.connections.background import Recovery, Timer
 from sharding.stream.errors import NoAnswerInTime, Overloaded, StreamUnavailable, refusal
 from sharding.stream.options import ProducerOptions
-from sharding.stream.producer.outbox import Batch, failures
+from sharding.stream.producer.outbox import Batch, outstanding, results
 from sharding.stream.producer.publishing import Attachment, Publishers, Publishing
 from sharding.stream.producer.reconnecting import Reconnecting
-from sharding.stream.producer.report import Failure, Tally
 from sharding.stream.producer.window import Load, Window
 from sharding.stream.protocol.constants import Code
 
 logger = logging.getLogger("warren.stream.producer")
+
+MAX_RESULTS = 100_000
+"""How many messages that are not stored are remembered between two reports: a lost connection
+leaves all that were on their way unknown, on each partition up to `max_unconfirmed`."""
 
 _END_TIMEOUT = 5.0
 _PUBLISHER_GONE = (Code.NO_SUCH_PUBLISHER, Code.STREAM_NOT_AVAILABLE)
@@ -57,7 +61,7 @@ class Shared:
     recovery: Recovery
     clock: Callable[[], float] = time.monotonic
     rng: random.Random = field(default_factory=random.Random)
-    tally: Tally = field(default_factory=Tally)
+    tally: Tally = field(default_factory=lambda: Tally(MAX_RESULTS))
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
@@ -114,8 +118,8 @@ class PartitionWriter:
             left = deadline - self._shared.clock()
             if left <= 0:
                 raise Overloaded(
-                    f"{self.stream!r} has {self._outbox.messages + len(self._pending.messages)} "
-                    f"unconfirmed messages of {self._outbox.size + self._pending.size} bytes; "
+                    f"{self.stream!r} has {self.window.unsettled} unconfirmed messages of "
+                    f"{self._outbox.size + self._pending.size} bytes; "
                     "send less, or raise max_unconfirmed and max_unconfirmed_bytes"
                 )
             if not self._is_due:
@@ -232,11 +236,9 @@ class PartitionWriter:
             if self._publishing is None or source is not self._publishing.attachment:
                 return
             for publishing_id, code in refusals:
-                error = refusal("Publish", code, self.stream)
-                self._shared.tally.refuse(
-                    Failure(number, self.stream, publishing_id, error)
-                    for number in self._outbox.refuse(publishing_id)
-                )
+                numbers = self._outbox.refuse(publishing_id)
+                named = ((number, publishing_id) for number in numbers)
+                self._settle(named, Outcome.REFUSED, refusal("Publish", code, self.stream))
             self._notify()
         if gone is not None:
             reason = StreamUnavailable("Publish", gone, self.stream)
@@ -313,7 +315,7 @@ class PartitionWriter:
                 batches = self.window.close()
                 self._give_up([batch for batch in batches if batch.sent_at is not None], reason)
                 never_sent = [batch for batch in batches if batch.sent_at is None]
-                self._shared.tally.refuse(failures(never_sent, self.stream, reason))
+                self._settle(outstanding(never_sent), Outcome.REFUSED, reason)
                 for timer in (self._linger, self._confirm_check):
                     if timer is not None:
                         timer.cancel()
@@ -328,4 +330,9 @@ class PartitionWriter:
         # What was sent must not be called retryable, whatever ended the connection is.
         unknown = OutcomeUnknown(f"sent to {self.stream!r}, but not confirmed: {reason}")
         unknown.__cause__ = reason
-        self._shared.tally.give_up(failures(batches, self.stream, unknown))
+        self._settle(outstanding(batches), Outcome.UNKNOWN, unknown)
+
+    def _settle(
+        self, messages: Iterable[tuple[int, int | None]], outcome: Outcome, cause: Exception
+    ) -> None:
+        self._shared.tally.add(results(messages, outcome, self.stream, cause))

@@ -18,7 +18,7 @@ What becomes of the messages is told by `flush`.
   with ids of its own must begin after `last_publishing_ids`: ones that fall into a batch together
   with new messages are stored again.
 * A key that the broker binds to several partitions is sent to each, under one number; a report
-  counts each copy. A key bound to none is refused as `Unroutable`.
+  counts each copy. A key bound to none is unroutable, and stored nowhere.
 
 Order is kept within a partition. Safe to use from any thread; messages from one thread keep their
 order. The threads behind it are daemons: a producer left open does not keep a process alive.
@@ -34,17 +34,17 @@ from dataclasses import replace
 from sharding.errors import InvalidInput
 from sharding.maps.slots import Key
 from sharding.metrics.sources import Subject
+from sharding.outcomes import Outcome, Report
 from sharding.stream.connections.background import Recovery
-from sharding.stream.errors import NoAnswerInTime
 from sharding.stream.messages.amqp_values import AmqpValue
 from sharding.stream.messages.message import Body, Properties, encoded, with_key
 from sharding.stream.options import ProducerOptions
 from sharding.stream.producer import publish_frames
+from sharding.stream.producer.outbox import results
 from sharding.stream.producer.partition_writer import PartitionWriter, Shared
 from sharding.stream.producer.partitioning import BrokerRoutes, PartitionFunction, Targets
 from sharding.stream.producer.publish_frames import filter_bytes
 from sharding.stream.producer.publishing import Connections, Leaders, Publishers
-from sharding.stream.producer.report import Report
 from sharding.stream.producer.window import Load
 
 logger = logging.getLogger("warren.stream.producer")
@@ -223,17 +223,13 @@ class Producer:
     def flush(self, timeout: float) -> Report:
         """Write what is buffered, wait for every outcome, and report those since the last flush.
 
-        What has none when the time is up is reported as unknown, and still waited for: a later
-        report may have its outcome. Messages that other threads send meanwhile are not waited for.
+        If some have none when the time is up, `pending` counts what a later report will have.
+        Messages that other threads send meanwhile are not waited for.
         """
         with self._lock:
-            counts = self._wait_for_outcomes(self._clock() + timeout)
-            reason = NoAnswerInTime(f"sent, but no outcome within {timeout:g} s")
-            return self._shared.tally.report(
-                failure
-                for writer, count in counts.items()
-                for failure in writer.window.unsettled(count, reason)
-            )
+            is_settled = self._wait_for_outcomes(self._clock() + timeout)
+            unsettled = sum(writer.window.unsettled for writer in self._writers)
+            return self._shared.tally.take_report(pending=0 if is_settled else unsettled)
 
     def close(self, timeout: float = 10) -> Report:
         """Flush within `timeout`, then end. What has no outcome by then is unknown for good.
@@ -246,22 +242,22 @@ class Producer:
         for writer in self._writers:
             writer.close(max(0.5, deadline - self._clock()))
         with self._lock:
-            report = self._shared.tally.report()
-        if report.refused_count or report.unknown_count:
-            logger.warning("%r is closed: %s", self, report.summary())
+            report = self._shared.tally.take_report()
+        if not report.all_stored:
+            logger.warning("%r is closed: %s", self, report)
         return report
 
-    def _wait_for_outcomes(self, deadline: float) -> Mapping[PartitionWriter, int]:
-        """Locked: how many messages each partition had when this began."""
+    def _wait_for_outcomes(self, deadline: float) -> bool:
+        """Locked: whether every message that was there when this began has its outcome."""
         counts = {writer: writer.window.accepted for writer in self._writers}
         for writer in self._writers:
             writer.write_soon()
         while not all(writer.window.has_settled(count) for writer, count in counts.items()):
             left = deadline - self._clock()
             if left <= 0:
-                break
+                return False
             self._shared.changed.wait(left)
-        return counts
+        return True
 
     # Preparing
 
@@ -328,14 +324,16 @@ class Producer:
             if error is not None:
                 if not taken:
                     raise error
-                self._refuse(share.part(count, len(share)), writer.stream, error)
+                self._not_sent(share.part(count, len(share)), Outcome.REFUSED, writer.stream, error)
         for position, reason in unroutable.items():
-            self._refuse(load.part(position, position + 1), "", reason)
+            self._not_sent(load.part(position, position + 1), Outcome.UNROUTABLE, None, reason)
         return numbers
 
-    def _refuse(self, load: Load, stream: str, reason: Exception) -> None:
+    def _not_sent(
+        self, load: Load, outcome: Outcome, stream: str | None, reason: Exception
+    ) -> None:
         with self._lock:
-            self._shared.tally.refuse(load.failures(stream, reason))
+            self._shared.tally.add(results(load.named(), outcome, stream, reason))
 
     def _take_numbers(self, count: int) -> range:
         """Locked."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 from sharding.errors import InvalidInput
 from sharding.stream.messages.codecs import Compression
 from sharding.stream.messages.message import encode_data
 from sharding.stream.options import ProducerOptions
 from sharding.stream.producer import publish_frames
-from sharding.stream.producer.outbox import Batch, Outbox, failures
-from sharding.stream.producer.report import Failure
+from sharding.stream.producer.outbox import Batch, Outbox
 
 MAX_PUBLISHING_ID = 2**63 - 1
 
@@ -162,8 +162,7 @@ class Window:
         """How many more messages may come; 0 if there are enough, or enough bytes."""
         if self._room_in_bytes() <= 0:
             return 0
-        room = self._options.max_unconfirmed - self.outbox.messages - len(self.pending.messages)
-        return max(0, room)
+        return max(0, self._options.max_unconfirmed - self.unsettled)
 
     def first_of(self, load: Load, start: int) -> Load:
         """The next messages of a load, from `start` on: what there is room for, at most a batch."""
@@ -174,7 +173,7 @@ class Window:
         return part.part(0, publish_frames.cut(list(map(len, part.messages)), room)[0].stop)
 
     def refresh(self) -> None:
-        """Set the quick bounds anew, after anything changed but a quick addition."""
+        """Set the quick bounds again, after anything changed but a quick addition."""
         options, outbox = self._options, self.outbox
         if options.filtering or self.pending.ids is not None:
             self.quick_messages = 0
@@ -213,13 +212,10 @@ class Window:
         oldest = self.outbox.oldest_position
         return count <= (self.pending.taken if oldest is None else oldest)
 
-    def unsettled(self, count: int, reason: Exception) -> Iterator[Failure]:
-        """Those of the first `count` messages that have no outcome."""
-        begun = [batch for batch in self.outbox.batches if batch.position < count]
-        yield from failures(begun, self._stream, reason)
-        for position, number in enumerate(self.pending.numbers, self.pending.taken):
-            if position < count:
-                yield Failure(number, self._stream, None, reason)
+    @property
+    def unsettled(self) -> int:
+        """How many messages have no outcome."""
+        return self.outbox.messages + len(self.pending.messages)
 
     def _room_in_bytes(self) -> int:
         return self._options.max_unconfirmed_bytes - self.outbox.size - self.pending.size
@@ -268,8 +264,6 @@ class Load:
             ids=None if self.ids is None else [self.ids[position] for position in positions],
         )
 
-    def failures(self, stream: str, reason: Exception) -> Iterator[Failure]:
-        """All of them, as failures."""
-        for position, number in enumerate(self.numbers):
-            publishing_id = None if self.ids is None else self.ids[position]
-            yield Failure(number, stream, publishing_id, reason)
+    def named(self) -> Iterator[tuple[int, int | None]]:
+        """Number and publishing id of each; it has none of its own before it is in a batch."""
+        return zip(self.numbers, repeat(None) if self.ids is None else self.ids, strict=False)

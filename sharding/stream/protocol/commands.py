@@ -11,7 +11,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar, cast
 
 from sharding.stream.protocol import wire
 from sharding.stream.protocol.answers import (
@@ -36,12 +36,22 @@ PUBLISH_HEADER_SIZE = _PUBLISH_HEADER.size
 
 @dataclass(frozen=True)
 class Request(ABC, Generic[A]):
-    """A command that the broker answers."""
+    """A command that the broker answers: `class Open(Request[X], answer=X, about="vhost")`.
+
+    `answer` is what reads the answer; without it the answer is a code only. `about` is the field
+    that the message of a refusal names.
+    """
 
     key: ClassVar[Key]
     version: ClassVar[int] = 1
     accepted_codes: ClassVar[frozenset[int]] = frozenset({Code.OK})
     """Every other code is raised as a refusal."""
+    _answer: ClassVar[type[Answer]]
+    _about: ClassVar[str | None]
+
+    def __init_subclass__(cls, answer: type[Answer] = Answer, about: str | None = None) -> None:
+        cls._answer = answer
+        cls._about = about
 
     @property
     def name(self) -> str:
@@ -53,16 +63,20 @@ class Request(ABC, Generic[A]):
 
     @property
     def subject(self) -> str:
-        """What the request is about, for the message of a refusal."""
-        return ""
+        """What the request is about, for the message of a refusal.
+
+        >>> Partitions("invoices").subject
+        'invoices'
+        """
+        return "" if self._about is None else str(getattr(self, self._about))
 
     @abstractmethod
     def body(self) -> bytes:
         """What follows the correlation id."""
 
-    @abstractmethod
     def answer(self, body: Reader) -> A:
         """The answer, from what follows its correlation id."""
+        return cast(A, self._answer.read(body))
 
     def encode(self, correlation_id: int) -> bytes:
         """The whole frame."""
@@ -71,23 +85,12 @@ class Request(ABC, Generic[A]):
         return _REQUEST_HEADER.pack(size, self.key, self.version, correlation_id) + body
 
 
-class PlainRequest(Request[Answer]):
-    """A request whose answer is a code only."""
-
-    def answer(self, body: Reader) -> Answer:
-        return Answer.read(body)
-
-
 @dataclass(frozen=True)
-class DeclarePublisher(PlainRequest):
+class DeclarePublisher(Request[Answer], about="stream"):
     key = Key.DECLARE_PUBLISHER
     publisher_id: int
     reference: str | None
     stream: str
-
-    @property
-    def subject(self) -> str:
-        return self.stream
 
     def body(self) -> bytes:
         # No reference is written as an empty one: brokers close the connection on null here.
@@ -99,24 +102,17 @@ class DeclarePublisher(PlainRequest):
 
 
 @dataclass(frozen=True)
-class QueryPublisherSequence(Request[SequenceAnswer]):
+class QueryPublisherSequence(Request[SequenceAnswer], answer=SequenceAnswer, about="stream"):
     key = Key.QUERY_PUBLISHER_SEQUENCE
     reference: str
     stream: str
 
-    @property
-    def subject(self) -> str:
-        return self.stream
-
     def body(self) -> bytes:
         return wire.reference(self.reference) + wire.string("stream", self.stream)
 
-    def answer(self, body: Reader) -> SequenceAnswer:
-        return SequenceAnswer.read(body)
-
 
 @dataclass(frozen=True)
-class DeletePublisher(PlainRequest):
+class DeletePublisher(Request[Answer]):
     key = Key.DELETE_PUBLISHER
     publisher_id: int
 
@@ -125,17 +121,13 @@ class DeletePublisher(PlainRequest):
 
 
 @dataclass(frozen=True)
-class Subscribe(PlainRequest):
+class Subscribe(Request[Answer], about="stream"):
     key = Key.SUBSCRIBE
     subscription_id: int
     stream: str
     offset: OffsetSpec
     credit: int
     properties: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def subject(self) -> str:
-        return self.stream
 
     def body(self) -> bytes:
         return (
@@ -148,7 +140,7 @@ class Subscribe(PlainRequest):
 
 
 @dataclass(frozen=True)
-class Unsubscribe(PlainRequest):
+class Unsubscribe(Request[Answer]):
     key = Key.UNSUBSCRIBE
     subscription_id: int
 
@@ -157,7 +149,7 @@ class Unsubscribe(PlainRequest):
 
 
 @dataclass(frozen=True)
-class QueryOffset(Request[OffsetAnswer]):
+class QueryOffset(Request[OffsetAnswer], answer=OffsetAnswer, about="stream"):
     """Also tells the broker to send this connection the stream's MetadataUpdate, once."""
 
     key = Key.QUERY_OFFSET
@@ -165,19 +157,12 @@ class QueryOffset(Request[OffsetAnswer]):
     reference: str
     stream: str
 
-    @property
-    def subject(self) -> str:
-        return self.stream
-
     def body(self) -> bytes:
         return wire.reference(self.reference) + wire.string("stream", self.stream)
 
-    def answer(self, body: Reader) -> OffsetAnswer:
-        return OffsetAnswer.read(body)
-
 
 @dataclass(frozen=True)
-class Metadata(Request[MetadataAnswer]):
+class Metadata(Request[MetadataAnswer], answer=MetadataAnswer):
     """Each stream in the answer has a code of its own; none is raised."""
 
     key = Key.METADATA
@@ -190,45 +175,28 @@ class Metadata(Request[MetadataAnswer]):
     def body(self) -> bytes:
         return wire.string_list("stream", self.streams)
 
-    def answer(self, body: Reader) -> MetadataAnswer:
-        return MetadataAnswer.read(body)
-
 
 @dataclass(frozen=True)
-class Route(Request[RouteAnswer]):
+class Route(Request[RouteAnswer], answer=RouteAnswer, about="super_stream"):
     """Where the broker would send a key: the streams bound to the super stream under it."""
 
     key = Key.ROUTE
     routing_key: str
     super_stream: str
 
-    @property
-    def subject(self) -> str:
-        return self.super_stream
-
     def body(self) -> bytes:
         return wire.string("routing key", self.routing_key) + wire.string(
             "super stream", self.super_stream
         )
 
-    def answer(self, body: Reader) -> RouteAnswer:
-        return RouteAnswer.read(body)
-
 
 @dataclass(frozen=True)
-class Partitions(Request[PartitionsAnswer]):
+class Partitions(Request[PartitionsAnswer], answer=PartitionsAnswer, about="super_stream"):
     key = Key.PARTITIONS
     super_stream: str
 
-    @property
-    def subject(self) -> str:
-        return self.super_stream
-
     def body(self) -> bytes:
         return wire.string("super stream", self.super_stream)
-
-    def answer(self, body: Reader) -> PartitionsAnswer:
-        return PartitionsAnswer.read(body)
 
 
 def publish_header(publisher_id: int, count: int, size_of_entries: int, version: int = 1) -> bytes:
@@ -275,52 +243,37 @@ def _frame(key: int, body: bytes, version: int = 1) -> bytes:
 
 
 @dataclass(frozen=True)
-class Create(PlainRequest):
+class Create(Request[Answer], about="stream"):
     key = Key.CREATE
     stream: str
     arguments: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def subject(self) -> str:
-        return self.stream
 
     def body(self) -> bytes:
         return wire.string("stream", self.stream) + wire.string_map("arguments", self.arguments)
 
 
 @dataclass(frozen=True)
-class Delete(PlainRequest):
+class Delete(Request[Answer], about="stream"):
     key = Key.DELETE
     stream: str
-
-    @property
-    def subject(self) -> str:
-        return self.stream
 
     def body(self) -> bytes:
         return wire.string("stream", self.stream)
 
 
 @dataclass(frozen=True)
-class StreamStats(Request[StatsAnswer]):
+class StreamStats(Request[StatsAnswer], answer=StatsAnswer, about="stream"):
     """RabbitMQ 3.11 and later."""
 
     key = Key.STREAM_STATS
     stream: str
 
-    @property
-    def subject(self) -> str:
-        return self.stream
-
     def body(self) -> bytes:
         return wire.string("stream", self.stream)
 
-    def answer(self, body: Reader) -> StatsAnswer:
-        return StatsAnswer.read(body)
-
 
 @dataclass(frozen=True)
-class CreateSuperStream(PlainRequest):
+class CreateSuperStream(Request[Answer], about="super_stream"):
     """RabbitMQ 3.13 and later. Partition n is bound under binding key n."""
 
     key = Key.CREATE_SUPER_STREAM
@@ -328,10 +281,6 @@ class CreateSuperStream(PlainRequest):
     partitions: tuple[str, ...]
     binding_keys: tuple[str, ...]
     arguments: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def subject(self) -> str:
-        return self.super_stream
 
     def body(self) -> bytes:
         return (
@@ -343,22 +292,18 @@ class CreateSuperStream(PlainRequest):
 
 
 @dataclass(frozen=True)
-class DeleteSuperStream(PlainRequest):
+class DeleteSuperStream(Request[Answer], about="super_stream"):
     """RabbitMQ 3.13 and later."""
 
     key = Key.DELETE_SUPER_STREAM
     super_stream: str
-
-    @property
-    def subject(self) -> str:
-        return self.super_stream
 
     def body(self) -> bytes:
         return wire.string("super stream", self.super_stream)
 
 
 @dataclass(frozen=True)
-class ResolveOffsetSpec(Request[ResolvedOffsetAnswer]):
+class ResolveOffsetSpec(Request[ResolvedOffsetAnswer], answer=ResolvedOffsetAnswer, about="stream"):
     """RabbitMQ 4.3 and later."""
 
     key = Key.RESOLVE_OFFSET_SPEC
@@ -366,16 +311,9 @@ class ResolveOffsetSpec(Request[ResolvedOffsetAnswer]):
     offset: OffsetSpec
     properties: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def subject(self) -> str:
-        return self.stream
-
     def body(self) -> bytes:
         return (
             wire.string("stream", self.stream)
             + wire.offset_spec(self.offset)
             + wire.string_map("properties", self.properties)
         )
-
-    def answer(self, body: Reader) -> ResolvedOffsetAnswer:
-        return ResolvedOffsetAnswer.read(body)

@@ -32,11 +32,11 @@ from sharding.stream.protocol.answers import (
     SaslAnswer,
     VersionRange,
 )
-from sharding.stream.protocol.commands import PlainRequest, Request
+from sharding.stream.protocol.commands import Request
 from sharding.stream.protocol.constants import Broker, Code, Key
 from sharding.stream.protocol.events import Opened
 from sharding.stream.protocol.versions import FIRST_THAT_TELLS, OURS, CommandVersions, parse_version
-from sharding.stream.protocol.wire import U16, Reader
+from sharding.stream.protocol.wire import U16
 
 MECHANISMS = ("PLAIN", "EXTERNAL", "ANONYMOUS")
 
@@ -67,30 +67,24 @@ class Login:
 
 
 @dataclass(frozen=True)
-class PeerProperties(Request[PropertiesAnswer]):
+class PeerProperties(Request[PropertiesAnswer], answer=PropertiesAnswer):
     key = Key.PEER_PROPERTIES
     properties: Mapping[str, str]
 
     def body(self) -> bytes:
         return wire.string_map("properties", self.properties)
 
-    def answer(self, body: Reader) -> PropertiesAnswer:
-        return PropertiesAnswer.read(body)
-
 
 @dataclass(frozen=True)
-class SaslHandshake(Request[MechanismsAnswer]):
+class SaslHandshake(Request[MechanismsAnswer], answer=MechanismsAnswer):
     key = Key.SASL_HANDSHAKE
 
     def body(self) -> bytes:
         return b""
 
-    def answer(self, body: Reader) -> MechanismsAnswer:
-        return MechanismsAnswer.read(body)
-
 
 @dataclass(frozen=True)
-class SaslAuthenticate(Request[SaslAnswer]):
+class SaslAuthenticate(Request[SaslAnswer], answer=SaslAnswer):
     key = Key.SASL_AUTHENTICATE
     mechanism: str
     secret: bytes = field(repr=False)
@@ -103,28 +97,18 @@ class SaslAuthenticate(Request[SaslAnswer]):
     def body(self) -> bytes:
         return wire.string("mechanism", self.mechanism) + wire.byte_array(self.secret)
 
-    def answer(self, body: Reader) -> SaslAnswer:
-        return SaslAnswer.read(body)
-
 
 @dataclass(frozen=True)
-class Open(Request[PropertiesAnswer]):
+class Open(Request[PropertiesAnswer], answer=PropertiesAnswer, about="vhost"):
     key = Key.OPEN
     vhost: str
-
-    @property
-    def subject(self) -> str:
-        return self.vhost
 
     def body(self) -> bytes:
         return wire.string("virtual host", self.vhost)
 
-    def answer(self, body: Reader) -> PropertiesAnswer:
-        return PropertiesAnswer.read(body)
-
 
 @dataclass(frozen=True)
-class ExchangeCommandVersions(Request[CommandVersionsAnswer]):
+class ExchangeCommandVersions(Request[CommandVersionsAnswer], answer=CommandVersionsAnswer):
     key = Key.EXCHANGE_COMMAND_VERSIONS
     versions: tuple[VersionRange, ...]
 
@@ -132,12 +116,9 @@ class ExchangeCommandVersions(Request[CommandVersionsAnswer]):
         items = (b"".join(map(U16.pack, one)) for one in self.versions)
         return wire.U32.pack(len(self.versions)) + b"".join(items)
 
-    def answer(self, body: Reader) -> CommandVersionsAnswer:
-        return CommandVersionsAnswer.read(body)
-
 
 @dataclass(frozen=True)
-class Close(PlainRequest):
+class Close(Request[Answer]):
     """Ends a connection in order."""
 
     key = Key.CLOSE

@@ -118,18 +118,6 @@ class Connection:
                 raise
         return events
 
-    def receive(self, data: bytes) -> list[Event]:
-        """The same for bytes that are elsewhere."""
-        events: list[Event] = []
-        rest = memoryview(data)
-        while rest:
-            buffer = self.buffer()
-            count = min(len(buffer), len(rest))
-            buffer[:count] = rest[:count]
-            events += self.received(count)
-            rest = rest[count:]
-        return events
-
     def _encode(self, request: Request[Any]) -> tuple[int, bytes]:
         self._last_id = (self._last_id + 1) % _CORRELATION_IDS
         while self._last_id in self._waiting:

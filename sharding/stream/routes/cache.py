@@ -16,7 +16,8 @@ from copy import copy
 from math import inf
 from typing import TYPE_CHECKING
 
-from sharding.errors import InvalidInput, LocalError, OutcomeUnknown, Unreachable, is_retryable
+from sharding.errors import LocalError, OutcomeUnknown, Unreachable, is_retryable
+from sharding.maps.naming import check_name
 from sharding.stream.options import RouteOptions
 from sharding.stream.routes.pressure import Pressure
 from sharding.stream.routes.rules import RouteState
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from sharding.stream.protocol.constants import Broker
 
 DEFAULTS = RouteOptions()
-MAX_NAME_BYTES = 255  # of a queue, and so of a stream
 
 logger = logging.getLogger("warren.routes")
 
@@ -142,7 +142,8 @@ class RouteCache:
         self, target: Target, is_enough: Callable[[Finding], bool], timeout: float
     ) -> Finding:
         """What is known of the name once it is enough, or at the end of the time."""
-        _check_name(target.name)
+        # What no broker can have would spoil the question about others in the same batch.
+        check_name("stream", target.name)
         began = self._clock()
         deadline = began + timeout
         with self._news:
@@ -246,13 +247,3 @@ def _route(finding: Finding) -> StreamRoute:
 def _is_final(failure: Exception) -> bool:
     """Whether to ask again is no use. A question that was not answered has no outcome to fear."""
     return not is_retryable(failure) and not isinstance(failure, OutcomeUnknown)
-
-
-def _check_name(name: str) -> None:
-    """Refuse what no broker can have: in a batch it would spoil the question about the others."""
-    try:
-        fits = 0 < len(name.encode()) <= MAX_NAME_BYTES
-    except UnicodeEncodeError:
-        fits = False
-    if not fits:
-        raise InvalidInput("stream", f"1 to {MAX_NAME_BYTES} bytes of UTF-8", name)

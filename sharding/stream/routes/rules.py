@@ -15,7 +15,7 @@ asked for
 One query is under way at a time, and whoever wants one of its names waits for its answer. News that
 come meanwhile may be younger than the answer, so they ask again. After a failure nothing is asked
 for a while that doubles. A push or a suspicion makes the known answer *doubted*: it is not handed
-out until it was asked for anew. Polls and lost locators leave it in use.
+out until it was asked for again. Polls and lost locators leave it in use.
 
 A stream with a leader is armed for a push: one at a time, at a bounded rate, each stream at most
 once in `rearm_interval`. A push uses the arming up. Above `pressure_limit` a push is dropped, and
@@ -54,7 +54,7 @@ class Rounds:
     """When the next round of questions about news goes out.
 
     The first waits for more news. The gap between rounds doubles while news go on, up to
-    `gap_max`, and starts anew after a calm.
+    `gap_max`, and starts again after a calm.
     """
 
     def __init__(self, wait: float, gap: float, gap_max: float) -> None:

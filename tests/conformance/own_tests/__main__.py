@@ -36,7 +36,7 @@ SUITES = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance.own_tests")
-    parser.add_argument("suites", nargs="*", choices=[*SUITES], default=[*SUITES])
+    parser.add_argument("suites", nargs="+", choices=SUITES)
     parser.add_argument("--pika", type=Path, help="a checkout of pika, at the installed version")
     parser.add_argument("--bare", action="store_true", help="wrap nothing")
     options = parser.parse_args()

@@ -114,8 +114,15 @@ def wrap_aio_channels() -> None:
     for kind in (aio_pika.Connection, aio_pika.RobustConnection):
         real = kind.channel
 
-        def channel(self: Any, *arguments: Any, _real: Any = real, **options: Any) -> Any:
-            return count(AioShardedChannel(_real(self, *arguments, **options), TOPOLOGY))
+        def channel(
+            self: Any, *arguments: Any, _kind: type = kind, _real: Any = real, **options: Any
+        ) -> Any:
+            made = _real(self, *arguments, **options)
+            # A robust connection asks its base class for the channel, and then keeps it.
+            is_outermost = _kind is aio_pika.RobustConnection or not isinstance(
+                self, aio_pika.RobustConnection
+            )
+            return count(AioShardedChannel(made, TOPOLOGY)) if is_outermost else made
 
         if "channel" in vars(kind):
             kind.channel = channel  # type: ignore[method-assign]

@@ -24,6 +24,20 @@ def test_url_that_is_none_is_refused_without_its_password(url: str) -> None:
     assert "c4n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("other", "differs"),
+    [
+        ("amqp://user:c4nary@other/test", "virtual host"),
+        ("amqp://guest:c4nary@other/%2F", "user"),
+        ("amqps://user:c4nary@other/%2F", "scheme"),
+    ],
+)
+def test_urls_that_lead_to_different_maps_are_refused(other: str, differs: str) -> None:
+    with pytest.raises(InvalidInput, match=f"urls: must all have the same {differs}") as caught:
+        Topology("amqp://user:c4nary@host/%2F", other)
+    assert "c4n" not in str(caught.value)
+
+
 def test_no_url_is_refused() -> None:
     with pytest.raises(InvalidInput, match="urls: must name one broker"):
         Topology()

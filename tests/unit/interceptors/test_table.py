@@ -65,6 +65,6 @@ def test_what_is_intercepted_takes_the_arguments_of_the_method_it_stands_for(
 def test_the_guide_has_the_same_table() -> None:
     guide = Path(PROJECT / "docs" / "queues.md").read_text()
     told = guide[
-        guide.index("## What a call becomes") : guide.index("## What the application sees")
+        guide.index("## What each call does") : guide.index("## What the application sees")
     ]
     assert set(INTERCEPTED) <= set(re.findall(r"`(\w+)", told))

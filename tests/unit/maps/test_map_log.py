@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from sharding import InvalidInput, Policy, UnsupportedFormat
-from sharding.maps.map_log import State, apply, encode, replay
+from sharding.maps.map_log import State, apply, encode
+from tests.support.log_records import replay
 from tests.support.maps import queue_map, stream_map
 
 POLICY = Policy("pictures", "^images$", 2)

@@ -9,9 +9,10 @@ import pika
 import pytest
 
 from sharding import ShardMap
-from sharding.outcomes import Outcome, Result
+from sharding.outcomes import NotStored, Outcome, PerhapsNotStored, Report, Result
 from sharding.publishing.publisher import WindowFull
 from tests.cluster import wait_until
+from tests.cluster.waiting import PATIENCE
 from tests.support.clocks import Clock, TimedPublisher
 from tests.support.maps import queue_map
 
@@ -83,4 +84,29 @@ def test_attempts_to_connect_give_a_message_no_more_time() -> None:
     publisher.publish("key", b"")
     assert publisher.flush().refused == 1
     assert settled == [1_012]  # the fourth attempt, the first one after the deadline
+    publisher.close()
+
+
+def test_what_others_publish_meanwhile_is_not_pending_in_a_flush_that_got_all_it_waited_for() -> (
+    None
+):
+    clock = Clock()
+    publisher = TimedPublisher(clock, NoWay(), "images", confirm_timeout=2)
+    publisher.publish("mine", b"")
+    with ThreadPoolExecutor(1) as other:
+        flushed = other.submit(publisher.flush, PATIENCE)
+        wait_until(lambda: publisher._waiters, PATIENCE)
+        clock.pass_by(1)
+        publisher.publish("another's", b"")
+        clock.pass_by(1)
+        report = flushed.result(PATIENCE)
+    assert (report.refused, report.pending) == (1, 0)
+    with pytest.raises(NotStored):
+        report.raise_for_failures()
+    report = publisher.flush(timeout=0)
+    assert report == Report(pending=1)
+    with pytest.raises(PerhapsNotStored):
+        report.raise_for_failures()
+    clock.pass_by(1)
+    assert [each.number for each in publisher.flush(PATIENCE).not_stored] == [1]
     publisher.close()

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.stream.producer.report import Report
+from sharding.outcomes import Report
 from spark.options.values import BadOption
 from spark.write.exactly_once import BatchTooLarge, TaskRows, publish_task_rows, stream_owners
-from spark.write.replay_rules import StreamOwners, WouldLoseRows, check_last_id, first_id
+from spark.write.exactly_once_rules import StreamOwners, WouldLoseRows, check_last_id, first_id
 
 STREAMS = ("a-0", "a-1", "a-2")
 

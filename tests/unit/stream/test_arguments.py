@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from sharding import InvalidInput
-from sharding.stream.admin import check_name
+from sharding.stream.admin import check_stream_name
 from sharding.stream.options import StreamArguments
 
 
@@ -52,4 +52,4 @@ def test_impossible_sizes_are_refused_by_name() -> None:
 @pytest.mark.parametrize("name", ["", " a", "a\n", "x" * 256, "\ud800", "ä" * 128])
 def test_names_that_brokers_do_not_take_are_refused_here(name: str) -> None:
     with pytest.raises(InvalidInput):
-        check_name("stream", name)
+        check_stream_name("stream", name)

@@ -17,6 +17,7 @@ from tests.support.stream_frames import (
     LOGIN,
     PASSWORD,
     answer,
+    feed,
     frame,
     handshake,
     new_connection,
@@ -34,7 +35,7 @@ def key_of(written: bytes) -> int:
 
 def brought_to_sasl(login: Login = LOGIN) -> Connection:
     connection = new_connection(login=login)
-    connection.receive(handshake()[0])
+    feed(connection, handshake()[0])
     return connection
 
 
@@ -44,7 +45,7 @@ def refuse(key: int, correlation_id: int, code: Code) -> bytes:
 
 def test_each_step_follows_the_answer_before_it() -> None:
     connection = new_connection()
-    steps = [[key_of(one) for one in sent(connection.receive(data))] for data in handshake()]
+    steps = [[key_of(one) for one in sent(feed(connection, data))] for data in handshake()]
     assert steps == [
         [Key.SASL_HANDSHAKE],
         [Key.SASL_AUTHENTICATE],
@@ -56,7 +57,7 @@ def test_each_step_follows_the_answer_before_it() -> None:
 
 def test_an_open_connection_says_which_node_and_what_was_agreed() -> None:
     connection = new_connection()
-    opened = connection.receive(b"".join(handshake()))[-1]
+    opened = feed(connection, b"".join(handshake()))[-1]
     assert isinstance(opened, Opened)
     assert opened == connection.opened
     assert opened.node == Broker("rmq1", 5552)
@@ -70,7 +71,7 @@ def test_an_open_connection_says_which_node_and_what_was_agreed() -> None:
 
 def test_a_broker_too_old_to_be_asked_for_versions_is_not_asked() -> None:
     connection = new_connection()
-    events = connection.receive(b"".join(handshake("3.10.8")))
+    events = feed(connection, b"".join(handshake("3.10.8")))
     assert Key.EXCHANGE_COMMAND_VERSIONS not in map(key_of, sent(events))
     assert connection.opened is not None
     assert connection.opened.commands.supports(Key.PARTITIONS)
@@ -82,7 +83,7 @@ def test_a_broker_without_a_version_is_treated_as_the_oldest() -> None:
     frames = handshake("3.10.8")
     frames[0] = answer(Key.PEER_PROPERTIES, 1, properties({}))
     connection = new_connection()
-    connection.receive(b"".join(frames))
+    feed(connection, b"".join(frames))
     assert connection.opened is not None
     assert connection.opened.server_version == ()
 
@@ -99,7 +100,7 @@ def test_a_broker_without_a_version_is_treated_as_the_oldest() -> None:
 def test_each_mechanism_sends_what_it_needs_and_no_more(login: Login, expected: bytes) -> None:
     connection = brought_to_sasl(login)
     offered = answer(Key.SASL_HANDSHAKE, 2, strings("PLAIN", "EXTERNAL", "ANONYMOUS"))
-    (written,) = sent(connection.receive(offered))
+    (written,) = sent(feed(connection, offered))
     assert written[12:] == expected
 
 
@@ -109,7 +110,7 @@ def test_a_mechanism_that_is_not_offered_is_refused_before_the_password_is_sent(
 ) -> None:
     connection = brought_to_sasl()
     with pytest.raises(AuthenticationFailed, match=r"PLAIN, where .* is offered") as caught:
-        connection.receive(answer(Key.SASL_HANDSHAKE, 2, strings(*offered)))
+        feed(connection, answer(Key.SASL_HANDSHAKE, 2, strings(*offered)))
     assert PASSWORD not in str(caught.value)
 
 
@@ -119,17 +120,17 @@ def test_a_mechanism_that_is_not_offered_is_refused_before_the_password_is_sent(
 )
 def test_a_refused_login_names_the_user_and_never_the_password(code: Code) -> None:
     connection = brought_to_sasl()
-    connection.receive(handshake()[1])
+    feed(connection, handshake()[1])
     with pytest.raises(AuthenticationFailed, match="'someone'") as caught:
-        connection.receive(refuse(Key.SASL_AUTHENTICATE, 3, code))
+        feed(connection, refuse(Key.SASL_AUTHENTICATE, 3, code))
     assert PASSWORD not in str(caught.value)
 
 
 def test_a_refused_virtual_host_is_named() -> None:
     connection = new_connection(login=Login(vhost="theirs"))
-    connection.receive(b"".join(handshake()[:3]))
+    feed(connection, b"".join(handshake()[:3]))
     with pytest.raises(AccessRefused, match="'theirs'"):
-        connection.receive(refuse(Key.OPEN, 4, Code.VHOST_ACCESS_REFUSED))
+        feed(connection, refuse(Key.OPEN, 4, Code.VHOST_ACCESS_REFUSED))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_the_lower_of_both_sides_is_agreed_and_zero_has_no_say(
     connection.begin()
     frames = handshake()
     frames[2] = answer(Key.SASL_AUTHENTICATE, 3) + tune(*theirs)
-    assert tune_frame(*agreed) in sent(connection.receive(b"".join(frames)))
+    assert tune_frame(*agreed) in sent(feed(connection, b"".join(frames)))
     assert connection.opened is not None
     assert (connection.opened.frame_max, connection.opened.heartbeat) == agreed
 
@@ -174,7 +175,7 @@ def test_the_lower_of_both_sides_is_agreed_and_zero_has_no_say(
 )
 def test_what_has_no_place_in_the_handshake_is_a_protocol_error(rubbish: bytes) -> None:
     with pytest.raises(ProtocolError):
-        new_connection().receive(rubbish)
+        feed(new_connection(), rubbish)
 
 
 def answer_to_open(port: str) -> bytes:
@@ -183,8 +184,8 @@ def answer_to_open(port: str) -> bytes:
 
 def test_a_node_that_does_not_say_its_port_is_not_known() -> None:
     connection = new_connection()
-    connection.receive(b"".join(handshake("3.10.8")[:3]))
-    connection.receive(answer_to_open(""))
+    feed(connection, b"".join(handshake("3.10.8")[:3]))
+    feed(connection, answer_to_open(""))
     assert connection.opened is not None
     assert connection.opened.node is None
 
@@ -192,15 +193,15 @@ def test_a_node_that_does_not_say_its_port_is_not_known() -> None:
 @pytest.mark.parametrize("port", ["x", "５５５２", "-1", "123456"])
 def test_a_port_that_is_no_number_is_a_protocol_error(port: str) -> None:
     connection = new_connection()
-    connection.receive(b"".join(handshake()[:3]))
+    feed(connection, b"".join(handshake()[:3]))
     with pytest.raises(ProtocolError, match="port"):
-        connection.receive(answer_to_open(port))
+        feed(connection, answer_to_open(port))
 
 
 def test_heartbeats_are_allowed_at_any_time() -> None:
     data = b"".join(frame(Key.HEARTBEAT, b"") + one for one in handshake())
     connection = new_connection()
-    connection.receive(data)
+    feed(connection, data)
     assert connection.opened is not None
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from sharding.stream.producer.outbox import Batch, Outbox, failures
+from sharding.outcomes import Outcome
+from sharding.stream.producer.outbox import Batch, Outbox, results
+from sharding.stream.producer.outbox import outstanding as outstanding_in
 
 
 def batch(first: int, count: int) -> Batch:
@@ -86,7 +88,12 @@ def test_an_unnamed_producer_gives_up_what_flew_and_only_that() -> None:
     outbox.add(batch(7, 3))
     outbox.confirm((1, 2, 3, 4))
     given_up = outbox.lost()
-    assert [each.number for each in failures(given_up, "s", OSError())] == [50, 60]
+    lost = OSError("reset")
+    told = list(results(outstanding_in(given_up), Outcome.UNKNOWN, "s", lost))
+    assert [each.number for each in told] == [50, 60]
+    assert {(each.outcome, each.stream, each.reason, each.cause) for each in told} == {
+        (Outcome.UNKNOWN, "s", "reset", lost)
+    }
     assert (outbox.messages, outbox.size, outstanding(outbox)) == (3, 3, [7, 8, 9])
 
 

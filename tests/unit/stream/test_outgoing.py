@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
+from sharding.errors import TryLater
 from sharding.stream.connections import outgoing
 from sharding.stream.connections.connection import ConnectOptions, StreamClient, connect
+from sharding.stream.connections.outgoing import Outgoing
+from sharding.stream.connections.transport import Buffer, PlainTransport, TlsTransport
 from sharding.stream.errors import ConnectionLost
 from sharding.stream.protocol.commands import Create, activity_answer_frame, credit_frame
 from sharding.stream.protocol.constants import Key, OffsetSpec
 from tests.cluster.waiting import PATIENCE
+from tests.support.certificates import Authority, server_context
 from tests.support.fake_broker import FakeBroker, Peer
 from tests.support.hand_time import HandClock
 from tests.support.stream_frames import PUSHED, frame
@@ -109,7 +118,7 @@ def test_a_peer_that_asks_and_takes_no_answers_is_given_up(
         writing = threads.submit(client.send, bytes(16 * 1024 * 1024), timeout=PATIENCE)
         peer.receive(1)
         peer.send(PUSHED[5] * 11)
-        assert "took none of 10 answers" in str(publisher.wait_for(1)[0])
+        assert "does not take our answers: 10 wait" in str(publisher.wait_for(1)[0])
         with pytest.raises(ConnectionLost):
             writing.result(PATIENCE)
 
@@ -148,3 +157,70 @@ def test_frames_of_many_threads_are_never_mixed(connected: Connected) -> None:
                 threads.submit(client.send, one[:8], one[8:30_000], one[30_000:])
         found = [peer.next_frame_with(Key.PUBLISH) for _ in range(40)]
     assert sorted(found) == sorted(one[8:] for one in frames for _ in range(5))
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def tls_pair(authority: Authority) -> Iterator[tuple[ssl.SSLSocket, ssl.SSLSocket]]:
+    ours, theirs = socket.socketpair()
+    server = server_context(authority.sign("localhost"))
+    with ThreadPoolExecutor(1) as threads, ours, theirs:
+        accepted = threads.submit(server.wrap_socket, theirs, server_side=True)
+        client = authority.client_context().wrap_socket(ours, server_hostname="localhost")
+        with client, accepted.result(PATIENCE) as peer:
+            peer.settimeout(PATIENCE)
+            yield client, peer
+
+
+def test_over_tls_what_was_given_up_does_not_spoil_what_follows(
+    tls_pair: tuple[ssl.SSLSocket, ssl.SSLSocket],
+) -> None:
+    """OpenSSL has made a record of bytes that it could not send, and sends that one first."""
+    client, peer = tls_pair
+    sending = Outgoing(TlsTransport(client))
+    sent = bytearray()
+    with suppress(TryLater):
+        for number in itertools.count():
+            sent += number.to_bytes(4) * 250
+            sending.send([sent[-1000:]], deadline=0)
+    later = b"later" * 300
+    with ThreadPoolExecutor(1) as threads:
+        received = threads.submit(_read, peer, len(sent) + len(later))
+        sending.send([later], deadline=time.monotonic() + PATIENCE)
+        assert received.result(PATIENCE) == sent + later
+
+
+def _read(sock: ssl.SSLSocket, count: int) -> bytes:
+    came = b""
+    while len(came) < count:
+        came += sock.recv(count - len(came))
+    return came
+
+
+class TakesOnly(PlainTransport):
+    """Takes the first `count` bytes, and nothing more."""
+
+    def __init__(self, count: int, then: Callable[[], None]) -> None:
+        self._left = count
+        self._then = then
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        taken = min(self._left, sum(map(len, buffers)))
+        self._left -= taken
+        if taken:
+            self._then()
+        return taken
+
+    def wait(self, timeout: float, *, to_receive: bool = False, to_send: bool = False) -> bool:  # noqa: ARG002
+        return False
+
+
+def test_an_answer_that_is_late_is_no_failure_of_who_wrote_before_it() -> None:
+    transport = TakesOnly(3, then=lambda: sending.post(b"answer"))  # while another thread writes
+    sending = Outgoing(transport, HandClock())
+    sending.send([b"own"], deadline=0)
+    assert sending.waits_to_flush

@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import pytest
 
 from sharding.errors import InvalidInput, LocalError, OutcomeUnknown, is_retryable
 from sharding.maps.slots import murmur3
+from sharding.outcomes import NotStored, Outcome, PerhapsNotStored, Report
 from sharding.stream.connections.attachments import PublisherHandler
 from sharding.stream.connections.background import Recovery
 from sharding.stream.connections.connection import StreamClient
@@ -29,7 +31,6 @@ from sharding.stream.messages.message import Properties, encode_data, encode_mes
 from sharding.stream.options import ProducerOptions
 from sharding.stream.producer.partitioning import BrokerRoutes, Unroutable, by_hash
 from sharding.stream.producer.producer import Producer
-from sharding.stream.producer.report import NotStored, PerhapsNotStored
 from sharding.stream.protocol.answers import Answer, RouteAnswer, SequenceAnswer
 from sharding.stream.protocol.commands import (
     DeclarePublisher,
@@ -244,6 +245,10 @@ def eventually(condition: Callable[[], bool]) -> None:
     wait_until(condition, PATIENCE)
 
 
+def numbers(report: Report, outcome: Outcome) -> list[int]:
+    return [each.number for each in report.not_stored if each.outcome is outcome]
+
+
 # Sending
 
 
@@ -253,7 +258,7 @@ def test_numbers_count_from_zero_over_all_ways_to_send(make: Make, world: World)
     assert producer.send_many([b"c", b"d"]) == range(2, 4)
     assert producer.send_encoded([encode_data(b"e")]) == range(4, 5)
     report = producer.flush(PATIENCE)
-    assert (report.stored, report.refused, report.unknown) == (5, (), ())
+    assert report == Report(stored=5)
     with_key = encode_message(b"b", key="k")
     a, *others = (encode_data(body) for body in (b"a", b"c", b"d", b"e"))
     assert world.bodies() == [a, with_key, *others]
@@ -383,7 +388,7 @@ def test_send_waits_for_room_and_then_is_refused(
     assert time.monotonic() - begun >= 0.05
     assert is_retryable(Overloaded())
     report = producer.flush(0.05)
-    assert (report.stored, report.unknown_count) == (0, 5)
+    assert report == Report(pending=5)
     assert b"y" not in b"".join(world.bodies())
 
 
@@ -412,9 +417,13 @@ def test_what_send_many_could_not_hand_over_is_reported_as_refused(
     with pytest.raises(Overloaded):
         producer.send_many([b"y"], timeout=0.05)
     report = producer.flush(0.05)
-    assert [failure.number for failure in report.refused] == list(range(10, 15))
-    assert [failure.number for failure in report.unknown] == list(range(10))
-    assert isinstance(report.refused[0].reason, Overloaded)
+    assert (report.stored, report.pending) == (0, 10)
+    assert numbers(report, Outcome.REFUSED) == list(range(10, 15))
+    assert isinstance(report.not_stored[0].cause, Overloaded)
+    assert "max_unconfirmed" in report.not_stored[0].reason
+    last = producer.close(0)
+    assert numbers(last, Outcome.UNKNOWN) == list(range(10))
+    assert (last.stored, last.refused, last.pending) == (0, 0, 0)
 
 
 def test_a_broker_that_does_not_read_holds_up_only_who_writes(make: Make, world: World) -> None:
@@ -443,26 +452,62 @@ def test_refused_messages_are_named(make: Make, world: World) -> None:
     handler.on_refusals([(2, Code.INTERNAL_ERROR)])
     handler.on_confirms((1, 3))
     report = producer.flush(PATIENCE)
-    assert (report.stored, report.refused_count) == (2, 1)
-    failure = report.refused[0]
+    assert (report.stored, report.refused, report.unknown, report.pending) == (2, 1, 0, 0)
+    (failure,) = report.not_stored
     assert (failure.number, failure.stream, failure.publishing_id) == (1, "s", 2)
-    assert "internal error" in str(failure.reason)
-    with pytest.raises(NotStored, match="1 refused, first number 1"):
+    assert "internal error" in failure.reason
+    with pytest.raises(NotStored, match="2 stored, 1 refused; the first refused is message 1 to"):
         report.raise_for_failures()
 
 
-def test_flush_reports_what_has_no_outcome_in_time_and_later_its_outcome(
+def test_what_has_no_outcome_in_time_is_pending_and_in_one_later_report(
     make: Make, world: World
 ) -> None:
     world.confirms = False
     producer = make(linger=0)
-    producer.send(b"x")
-    report = producer.flush(0.02)
-    assert [failure.number for failure in report.unknown] == [0]
-    with pytest.raises(PerhapsNotStored):
+    producer.send_many([b"a", b"b", b"c"])
+    handler, _ = world.clients[0].handlers[0]
+    for _ in range(2):
+        report = producer.flush(0.02)
+        assert report == Report(pending=3)
+        with pytest.raises(PerhapsNotStored, match="3 pending"):
+            report.raise_for_failures()
+    handler.on_confirms((1,))
+    handler.on_refusals([(3, Code.INTERNAL_ERROR)])
+    report = producer.flush(0)
+    assert (report.stored, report.refused, report.pending) == (1, 1, 1)
+    with pytest.raises(PerhapsNotStored, match="1 stored, 1 refused, 1 pending"):
         report.raise_for_failures()
-    world.clients[0].handlers[0][0].on_confirms((1,))
-    assert producer.flush(PATIENCE).stored == 1
+    handler.on_confirms((2,))
+    assert producer.flush(PATIENCE) == Report(stored=1)
+    assert producer.close() == Report()
+    counters = producer.counters
+    assert (counters["stored"], counters["refused"], counters["unknown"]) == (2, 1, 0)
+
+
+def test_what_was_never_written_is_pending_too(make: Make, world: World) -> None:
+    producer = make("s-0", "s-1", routing=lambda key, _: int(key), linger=60)
+    world.always = ConnectionLost("down")
+    world.lose()
+    producer.send_many([b"x"] * 3, ["0", "1", "1"])
+    assert producer.flush(0) == Report(pending=3)
+
+
+def test_what_others_send_meanwhile_is_not_pending_in_a_flush_that_got_all_it_waited_for(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    world.confirms = False
+    producer = make("s-0", "s-1", routing=lambda key, _: int(key), linger=0, later=later)
+    producer.send(b"mine", key="0")
+    with ThreadPoolExecutor(1) as other:
+        flushed = other.submit(producer.flush, PATIENCE)
+        eventually(lambda: bool(producer._shared.changed._waiters))  # type: ignore[attr-defined]
+        producer.send(b"another's", key="1")
+        world.clients[0].handlers[0][0].on_confirms((1,))
+        report = flushed.result(PATIENCE)
+    assert report == Report(stored=1)
+    report.raise_for_failures()
+    assert producer.flush(0) == Report(pending=1)
 
 
 def test_leaving_a_with_block_raises_what_is_not_stored(make: Make, world: World) -> None:
@@ -498,8 +543,8 @@ def test_close_flushes_and_reports_and_logs_what_is_unknown(
     unlucky.flush(0)
     eventually(lambda: len(world.frames) == 2)
     report = unlucky.close(timeout=0.05)
-    assert (report.unknown_count, report.refused_count) == (1, 0)
-    assert "is closed: 0 messages are stored; 1 of unknown outcome" in caplog.text
+    assert (report.unknown, report.refused, report.pending) == (1, 0, 0)
+    assert "is closed: 0 stored, 1 unknown; the first unknown is message 0 to 's'" in caplog.text
     assert world.clients[0].declared == {}
     assert world.clients[0].handlers == {}
 
@@ -517,10 +562,12 @@ def test_an_unnamed_producer_never_sends_twice(make: Make, world: World) -> None
     world.confirms = True
     world.lose()
     report = producer.flush(PATIENCE)
-    assert [failure.number for failure in report.unknown] == [0, 1]
-    assert isinstance(report.unknown[0].reason, OutcomeUnknown)
-    assert not is_retryable(report.unknown[0].reason)
-    assert report.stored == 1
+    assert numbers(report, Outcome.UNKNOWN) == [0, 1]
+    cause = report.not_stored[0].cause
+    assert isinstance(cause, OutcomeUnknown)
+    assert isinstance(cause.__cause__, ConnectionLost)
+    assert not is_retryable(cause)
+    assert (report.stored, report.refused, report.pending) == (1, 0, 0)
     assert world.bodies() == list(map(encode_data, (b"a", b"b", b"c")))
 
 
@@ -552,7 +599,7 @@ def test_what_the_broker_counts_is_not_taken_as_stored_before_it_is_confirmed(
     world.lose()
     eventually(lambda: len(world.frames) == 2)
     assert world.sequence("p", "s") == 1
-    assert producer.flush(0.02).unknown_count == 1
+    assert producer.flush(0.02) == Report(pending=1)
 
 
 def test_news_of_an_earlier_connection_is_ignored(make: Make, world: World) -> None:
@@ -570,8 +617,8 @@ def test_news_of_an_earlier_connection_is_ignored(make: Make, world: World) -> N
     present, _ = world.clients[1].handlers[0]
     present.on_confirms((2,))
     report = producer.flush(PATIENCE)
-    assert (report.stored, report.refused_count) == (1, 0)
-    assert [failure.number for failure in report.unknown] == [0]
+    assert (report.stored, report.refused, report.pending) == (1, 0, 0)
+    assert numbers(report, Outcome.UNKNOWN) == [0]
 
 
 def test_a_connection_that_does_not_answer_is_replaced(make: Make, world: World) -> None:
@@ -607,9 +654,9 @@ def test_a_producer_whose_stream_was_deleted_fails(make: Make, world: World) -> 
     world.always = StreamNotFound("Metadata", Code.NO_SUCH_STREAM, "s")
     world.lose()
     report = producer.flush(PATIENCE)
-    assert [failure.number for failure in report.unknown] == [0]
-    assert [failure.number for failure in report.refused] == [1]
-    assert isinstance(report.refused[0].reason, StreamNotFound)
+    assert numbers(report, Outcome.UNKNOWN) == [0]
+    assert numbers(report, Outcome.REFUSED) == [1]
+    assert isinstance(report.not_stored[1].cause, StreamNotFound)
     for _ in range(2):
         with pytest.raises(StreamNotFound):
             producer.send(b"x")
@@ -625,7 +672,7 @@ def test_recovery_gives_up_after_its_time(make: Make, world: World, later: HandR
     producer.send(b"x")
     later.run(0.1)
     report = producer.flush(0)
-    assert report.refused_count == 1
+    assert (report.refused, report.unknown, report.pending) == (1, 0, 0)
     with pytest.raises(ConnectionLost):
         producer.send(b"y")
 
@@ -662,8 +709,8 @@ def test_an_overdue_confirm_is_unknown_to_an_unnamed_producer(make: Make, world:
     producer = make(linger=0, confirm_timeout=0.05)
     producer.send(b"x")
     report = producer.flush(PATIENCE)
-    assert report.unknown_count == 1
-    assert "no confirm within" in str(report.unknown[0].reason)
+    assert numbers(report, Outcome.UNKNOWN) == [0]
+    assert "no confirm within" in report.not_stored[0].reason
     assert len(world.frames) == 1
 
 
@@ -674,7 +721,8 @@ def test_a_partition_that_never_confirms_again_fails_in_the_end(
     producer = make(name="p", linger=0, confirm_timeout=3, recovery_timeout=20, later=later)
     producer.send(b"x")
     later.run(3 + 20 + 3)  # it is asked for last within the time, and then waited for
-    assert producer.flush(0).unknown_count == 1
+    report = producer.flush(0)
+    assert (report.unknown, report.pending) == (1, 0)
     assert 2 < len(world.frames) < 10
     with pytest.raises(NoAnswerInTime):
         producer.send(b"y")
@@ -706,8 +754,8 @@ def test_a_closed_environment_fails_its_producers(world: World) -> None:
     recovery.close()
     world.lose()
     report = producer.flush(PATIENCE)
-    assert report.refused_count == 1
-    assert "environment is closed" in str(report.refused[0].reason)
+    assert numbers(report, Outcome.REFUSED) == [0]
+    assert "environment is closed" in report.not_stored[0].reason
 
 
 # Names and ids
@@ -882,7 +930,10 @@ def test_the_broker_may_route_a_key_to_none_one_or_several_partitions(
         producer.send(b"3", key="mars")
     assert producer.send_many([b"4", b"5"], ["mars", "eu"]) == range(4, 6)
     report = producer.flush(PATIENCE)
-    assert (report.stored, [failure.number for failure in report.refused]) == (6, [4])
+    assert (report.stored, numbers(report, Outcome.UNROUTABLE)) == (6, [4])
+    assert isinstance(report.not_stored[0].cause, Unroutable)
+    with pytest.raises(NotStored, match=r"the first unroutable is message 4: .*'mars'"):
+        report.raise_for_failures()
     assert [len(world.bodies(stream)) for stream in ("s-0", "s-1")] == [5, 1]
     assert locator.asked == ["eu", "all", "mars"]
 

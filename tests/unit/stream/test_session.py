@@ -42,6 +42,7 @@ from tests.support.stream_frames import (
     PUSHED,
     answer,
     asked,
+    feed,
     frame,
     new_connection,
     open_connection,
@@ -59,13 +60,13 @@ EXPECTED: list[Event] = [
 
 
 def test_every_frame_a_broker_sends_unasked_is_an_event() -> None:
-    assert open_connection().receive(b"".join(PUSHED)) == EXPECTED
+    assert feed(open_connection(), b"".join(PUSHED)) == EXPECTED
 
 
 def test_events_are_the_same_byte_by_byte() -> None:
     connection = open_connection()
     events = [
-        event for byte in b"".join(PUSHED) + CLOSE for event in connection.receive(bytes([byte]))
+        event for byte in b"".join(PUSHED) + CLOSE for event in feed(connection, bytes([byte]))
     ]
     last = [ToSend(close_answer_frame(5)), ClosedByPeer(13, "unknown frame")]
     assert events == [*EXPECTED, *last]
@@ -78,16 +79,16 @@ def test_a_frame_cut_short_or_with_more_than_its_content_is_a_protocol_error(goo
         body = b""  # what a chunk holds is read elsewhere; only its subscription is here
     for end in range(len(body)):
         with pytest.raises(ProtocolError):
-            open_connection().receive(frame(key, body[:end]))
+            feed(open_connection(), frame(key, body[:end]))
     if key != Key.DELIVER:
         with pytest.raises(ProtocolError):
-            open_connection().receive(frame(key, body + b"\0"))
+            feed(open_connection(), frame(key, body + b"\0"))
 
 
 def test_answers_find_their_requests_in_any_order() -> None:
     connection = open_connection()
     answers = asked(connection)
-    events = connection.receive(b"".join(reversed(answers)))
+    events = feed(connection, b"".join(reversed(answers)))
     found = [event.request for event in events if isinstance(event, Answered)]
     assert found == [request for request, _ in reversed(ANSWERED)]
 
@@ -100,7 +101,7 @@ def test_route_and_partitions_may_be_answered_without_the_response_bit(responds:
         data = bytearray(answer(request.key, correlation_id, strings("invoices-0")))
         if not responds:
             data[4] &= 0x7F
-        (event,) = connection.receive(bytes(data))
+        (event,) = feed(connection, bytes(data))
         assert isinstance(event, Answered)
         assert event.answer == request.answer(Reader(strings("invoices-0")))
 
@@ -108,11 +109,11 @@ def test_route_and_partitions_may_be_answered_without_the_response_bit(responds:
 def test_an_answer_finds_its_request_and_only_once() -> None:
     connection = open_connection()
     correlation_id, _ = connection.request(Create("s"))
-    assert connection.receive(answer(Key.CREATE, correlation_id)) == [
+    assert feed(connection, answer(Key.CREATE, correlation_id)) == [
         Answered(correlation_id, Create("s"), Answer(1))
     ]
     with pytest.raises(ProtocolError, match="nobody waits"):
-        connection.receive(answer(Key.CREATE, correlation_id))
+        feed(connection, answer(Key.CREATE, correlation_id))
 
 
 @pytest.mark.parametrize(
@@ -128,12 +129,12 @@ def test_an_answer_nobody_waits_for_is_a_protocol_error(wrong: Callable[[int], b
     connection = open_connection()
     correlation_id, _ = connection.request(Create("s"))
     with pytest.raises(ProtocolError):
-        connection.receive(wrong(correlation_id))
+        feed(connection, wrong(correlation_id))
 
 
 def test_events_come_before_the_error_and_the_error_stays() -> None:
     connection = open_connection()
-    assert connection.receive(PUSHED[0] + frame(999, b"")) == EXPECTED[:1]
+    assert feed(connection, PUSHED[0] + frame(999, b"")) == EXPECTED[:1]
     for _ in range(2):
         with pytest.raises(ProtocolError, match="0x03e7"):
             connection.buffer()
@@ -141,7 +142,7 @@ def test_events_come_before_the_error_and_the_error_stays() -> None:
 
 def test_nothing_is_read_after_close() -> None:
     connection = open_connection()
-    events = connection.receive(CLOSE + PUSHED[0] + frame(999, b""))
+    events = feed(connection, CLOSE + PUSHED[0] + frame(999, b""))
     assert [type(event) for event in events] == [ToSend, ClosedByPeer]
 
 
@@ -162,7 +163,7 @@ def test_a_request_larger_than_agreed_is_not_sent() -> None:
 def test_a_frame_larger_than_agreed_is_refused() -> None:
     connection = open_connection(limits=Limits(frame_max=10_000))
     with pytest.raises(ProtocolError, match="frame_max = 10000"):
-        connection.receive(struct.pack(">IHH", 10_001, Key.PUBLISH_CONFIRM, 1))
+        feed(connection, struct.pack(">IHH", 10_001, Key.PUBLISH_CONFIRM, 1))
 
 
 def test_no_request_goes_out_before_the_connection_is_open() -> None:
@@ -177,7 +178,7 @@ def test_how_many_requests_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         last, _ = connection.request(Create("s"))
     with pytest.raises(TooManyRequests):
         connection.request(Create("s"))
-    connection.receive(answer(Key.CREATE, last))
+    feed(connection, answer(Key.CREATE, last))
     connection.request(Create("s"))
 
 
@@ -187,7 +188,7 @@ def test_correlation_ids_go_round_and_spare_those_that_wait(
     monkeypatch.setattr(module, "_CORRELATION_IDS", 8)
     connection: Connection = open_connection()
     first = [connection.request(Create("s"))[0] for _ in range(4)]
-    connection.receive(answer(Key.CREATE, first[1]))
+    feed(connection, answer(Key.CREATE, first[1]))
     others = [connection.request(Create("s"))[0] for _ in range(4)]
     waiting = [one for one in first if one != first[1]] + others
     assert len(set(waiting)) == 7
@@ -196,4 +197,4 @@ def test_correlation_ids_go_round_and_spare_those_that_wait(
 def test_a_confirm_of_thousands_is_one_event() -> None:
     ids = tuple(range(10_000, 18_000))
     body = struct.pack(f">BI{len(ids)}Q", 4, len(ids), *ids)
-    assert open_connection().receive(frame(Key.PUBLISH_CONFIRM, body)) == [Confirmed(4, ids)]
+    assert feed(open_connection(), frame(Key.PUBLISH_CONFIRM, body)) == [Confirmed(4, ids)]
