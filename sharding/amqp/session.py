@@ -51,7 +51,7 @@ class Session:
             if not opened.done():
                 opened.set_exception(Unreachable(f"{_where(parameters)}: {said_by_pika(error)}"))
 
-        connection = AsyncioConnection(
+        connection = _Connection(
             parameters,
             on_open_callback=lambda _: settle(opened, None),
             on_open_error_callback=failed,
@@ -119,6 +119,29 @@ class Session:
             return wanted.result()
         wanted.cancel()
         raise Unreachable(f"the connection was lost: {self.lost.result()}")
+
+
+class _Channel(pika.channel.Channel):
+    """Closes in one step: the broker requeues what is out and frees the queue at the same moment.
+
+    pika cancels consumers before it closes their channel. That frees a queue that was read
+    exclusively while messages are out, and the next reader may get later ones before them: seen in
+    8 of 60 rounds with readers that waited for it.
+    """
+
+    _cancelled: set[str]
+    _consumers: dict[str, Any]
+
+    def close(self, reply_code: int = 0, reply_text: str = "Normal shutdown") -> None:
+        self._cancelled.update(self._consumers)  # so that pika has none left to cancel
+        super().close(reply_code, reply_text)
+
+
+class _Connection(AsyncioConnection):
+    def _create_channel(
+        self, channel_number: int, on_open_callback: Callable[[pika.channel.Channel], object]
+    ) -> pika.channel.Channel:
+        return _Channel(self, channel_number, on_open_callback)
 
 
 def _close_late(opened: asyncio.Future[pika.channel.Channel]) -> None:

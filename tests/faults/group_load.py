@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from interceptors import Outcome, Result, ShardedPublisher
@@ -185,7 +186,20 @@ def check_order(lines: Sequence[Line]) -> None:
             first[line.key].setdefault(line.number, line.at)
     for key, times in first.items():
         handled = list(times)
-        assert handled == sorted(handled), f"{key} was handled out of order: {handled}"
+        assert handled == sorted(handled), (
+            f"{key} was handled out of order:\n{_around_disorder(lines, key, handled)}"
+        )
+
+
+def _around_disorder(lines: Sequence[Line], key: str, handled: list[int]) -> str:
+    """What was done with the messages of a key around the first one that was overtaken."""
+    at = next(n for n, (one, other) in enumerate(pairwise(handled)) if other < one)
+    near = set(handled[max(at - 2, 0) : at + 5])
+    return "\n".join(
+        f"{line.at:.6f} {line.worker} {line.what} {line.number} {line.shard}"
+        for line in sorted(lines, key=lambda line: line.at)
+        if (line.key == key and line.number in near) or line.what == "H"
+    )
 
 
 def check_one_reader(workers: Sequence[Worker]) -> int:
