@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, NoReturn, TypeVar
@@ -39,6 +39,7 @@ from interceptors.calls import Calls
 from interceptors.connections import WrappedConnection
 from interceptors.rules import Placement
 from sharding.amqp.connected_node import REPLY_TO
+from sharding.cluster.provisioner import net
 from sharding.cluster.topology import Topology
 from sharding.errors import OutcomeUnknown
 from sharding.maps.shard_map import Route, ShardMap
@@ -75,7 +76,10 @@ class AioShardedChannel(Proxy):
         self._robust = isinstance(channel, AbstractRobustChannel)
         self._message_ids = OneAtATime()
         self._publishing = asyncio.Lock()
-        self._port = AioPort(channel, confirm_timeout)
+        self._uninformed: dict[str, set[asyncio.Future[None]]] = {}
+        """Exchanges that were published to here while no map of theirs was known, and what of that
+        is under way."""
+        self._port = AioPort(channel, self._uninformed, confirm_timeout)
         self._calls = Calls(self._port, topology, placement, node)
         self._background: set[asyncio.Future[None]] = set()
         # Callbacks get this channel, not the wrapped one. The wrapped one knows them weakly.
@@ -124,7 +128,25 @@ class AioShardedChannel(Proxy):
             if shard_map is not None and "table" not in vars(shard_map):
                 # Built once for each map, which takes about 0.1 s: not on the loop.
                 await asyncio.to_thread(getattr, shard_map, "table")
+            if shard_map is not None and logical in self._uninformed:
+                await self._calls.bring(logical)
+                del self._uninformed[logical]
             return shard_map
+
+    @asynccontextmanager
+    async def _without_map(self, exchange: str) -> AsyncIterator[None]:
+        """Publish in this block where no map is known: what the broker may keep is brought later.
+
+        Entered before anything is awaited, so that no later message of the same key overtakes.
+        """
+        under_way = self._uninformed.setdefault(exchange, set())
+        done = asyncio.get_running_loop().create_future()
+        under_way.add(done)
+        try:
+            yield
+        finally:
+            under_way.discard(done)
+            done.set_result(None)
 
     def explain(self, queue: str, key: str) -> Route | None:
         """Slot, shard, node and epoch of a key; None if the name is not sharded."""
@@ -246,12 +268,14 @@ class AioShardedChannel(Proxy):
             "auto_delete": auto_delete,
             "internal": internal,
             "passive": passive,
-            "arguments": None if sharded else arguments,
             "timeout": timeout,
         }
 
         async def declare(target: str) -> Any:
-            return await self._wrapped.declare_exchange(target, **flags)
+            shard_map = None if sharded else await self._shard_map(name)
+            own = rules.exchange_arguments(shard_map, target, kind, arguments)
+            own = net(name) if sharded else own
+            return await self._wrapped.declare_exchange(target, **flags, arguments=own)
 
         if sharded:
             declared = await self._calls.declare_exchange(
@@ -322,8 +346,11 @@ async def deadline(timeout: float | None, confirm_timeout: float) -> AsyncIterat
 class AioPort:
     """What calls need of an aio-pika channel (`calls.Port`)."""
 
-    def __init__(self, channel: Any, timeout: float) -> None:
+    def __init__(
+        self, channel: Any, under_way: Mapping[str, set[asyncio.Future[None]]], timeout: float
+    ) -> None:
         self._channel = channel
+        self._under_way = under_way
         self._timeout = timeout
 
     async def wait(self, future: Future[T]) -> T:
@@ -341,6 +368,13 @@ class AioPort:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    async def routed(self, exchange: str) -> None:
+        async with deadline(None, self._timeout):
+            while under_way := self._under_way.get(exchange):
+                await asyncio.wait(under_way)
+            if not (await self._channel.get_underlay_channel()).publisher_confirms:
+                await self._channel.get_exchange(exchange, ensure=True)
 
     async def refuse(self, text: str) -> NoReturn:
         async with deadline(None, self._timeout):

@@ -204,7 +204,8 @@ class ShardedExchange(Proxy):
             publishing = self._wrapped.publish(
                 message, routing_key, mandatory=mandatory, immediate=immediate, timeout=timeout
             )
-            return await counted(self._owner.counters, publishing)
+            async with self._owner._without_map(self._logical):
+                return await counted(self._owner.counters, publishing)
         sending = _Sending(self, message, routing_key, mandatory, immediate)
         try:
             async with self._owner._deadline(timeout):

@@ -71,7 +71,7 @@ class DeferringChannel:
         self._steps = Steps(
             connection._adapter_add_callback_threadsafe, connection._adapter_call_later
         )
-        port = CallbackPort(connection, self._steps, self._refuse, confirm_timeout)
+        port = CallbackPort(connection, self._steps, self._refuse, self._routed, confirm_timeout)
         self._calls = Calls(port, topology, placement, node)
         self._refusal: str | None = None
         self._close_asked = False
@@ -208,6 +208,10 @@ class DeferringChannel:
         finally:
             connection._adapter_remove_timeout(timer)
 
+    async def _routed(self, exchange: str) -> None:
+        """Return when the broker has routed all that was published to the exchange here."""
+        await self._ask(lambda: None, self._channel.exchange_declare, exchange, passive=True)
+
     def _check_open(self) -> None:
         if self._close_asked and self._channel.is_open:
             raise ChannelWrongStateError("Channel is closing.")
@@ -229,9 +233,11 @@ class CallbackPort:
         connection: Any,
         steps: Steps,
         refuse: Callable[[str], None],
+        routed: Callable[[str], Work[None]],
         timeout: float,
     ) -> None:
         self._connection = connection
+        self.routed = routed
         self._refuse = refuse
         self._timeout = timeout
         self.wait = steps.wait

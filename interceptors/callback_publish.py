@@ -22,7 +22,7 @@ from pika.channel import Channel
 from pika.spec import Basic
 
 from interceptors import rules
-from interceptors.call_order import Done
+from interceptors.call_order import Done, Wake
 from interceptors.callback_base import DeferringChannel, OnFrame
 from interceptors.calls import send_again
 from interceptors.rules import Placement, Returned, Stray
@@ -68,6 +68,10 @@ class Unconfirmed:
         self._sent: dict[int, Publication | None] = {}
         self._returned: dict[int, Publication] = {}
         self.counts = {"confirmed": 0, "nacked": 0, "returned": 0}
+
+    @property
+    def count(self) -> int:
+        return len(self._sent) + len(self._returned)
 
     def sent(self, publication: Publication | None) -> None:
         """One more was published; None if it can't come back."""
@@ -140,6 +144,9 @@ class PublishingChannel(DeferringChannel):
         self._confirm_callbacks: list[OnFrame] = []
         self._unconfirmed: Unconfirmed | None = None
         self._published = 0
+        self._uninformed: set[str] = set()
+        """Exchanges that were published to here while no map of theirs was known."""
+        self._all_confirmed = Wake()
         self._transacting = False
         self._returns = rules.Returns()
         self._strays: list[Stray] = []
@@ -183,7 +190,7 @@ class PublishingChannel(DeferringChannel):
         properties: pika.BasicProperties | None = None,
         mandatory: bool = False,
     ) -> None:
-        if self._order.idle:
+        if self._order.idle and not self._has_to_bring(exchange):
             self._publish(exchange, routing_key, body, properties, mandatory, True)
             return
         # What can be said is said now: later there is nobody to raise to.
@@ -197,7 +204,21 @@ class PublishingChannel(DeferringChannel):
         if properties is not None:  # the application may use its own again at once
             properties = copy.copy(properties)
             properties.headers = dict(properties.headers or {}) or None
-        self._in_order(self._publish, exchange, routing_key, body, properties, mandatory, False)
+        message = (exchange, routing_key, body, properties, mandatory)
+
+        async def bring_and_publish() -> None:
+            await self._calls.bring(exchange)
+            self._uninformed.discard(exchange)
+            self._publish(*message, only_if_available=False)
+
+        def step(done: Done) -> None:
+            if self._has_to_bring(exchange):
+                self._steps.run(bring_and_publish(), self._fail, lambda _: done())
+            else:
+                self._publish(*message, only_if_available=False)
+                done()
+
+        self._order.run(step)
 
     def _publish(
         self,
@@ -211,6 +232,8 @@ class PublishingChannel(DeferringChannel):
         publication: Publication | None = None
         shard_map = self._map(exchange)
         if shard_map is None:
+            if exchange:
+                self._uninformed.add(exchange)
             returns = mandatory or self._topology.may_drop(exchange, routing_key)
             self._channel.basic_publish(exchange, routing_key, body, properties, returns)
             if self._unconfirmed is not None and returns:
@@ -234,6 +257,17 @@ class PublishingChannel(DeferringChannel):
         if self._unconfirmed is not None:
             self._unconfirmed.sent(publication)
 
+    def _has_to_bring(self, exchange: str) -> bool:
+        """Whether something was published here without the map that is known now."""
+        return exchange in self._uninformed and self._map(exchange) is not None
+
+    async def _routed(self, exchange: str) -> None:
+        if self._unconfirmed is None:
+            await super()._routed(exchange)
+            return
+        while self._unconfirmed.count:
+            await self._all_confirmed.wait()
+
     def _check_available(self, shard_map: ShardMap, shard: Shard) -> None:
         rules.check_available(shard_map, shard, self._topology.unavailable(shard.name))
 
@@ -243,6 +277,8 @@ class PublishingChannel(DeferringChannel):
         verdicts, suspects = self._unconfirmed.confirmed(frame.method)
         for shard in suspects:
             self._suspect(shard)
+        if not self._unconfirmed.count:
+            self._all_confirmed()
         for verdict in verdicts:
             told = frame
             if verdict is not frame.method:

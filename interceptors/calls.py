@@ -19,10 +19,12 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from interceptors import rules
 from interceptors.rules import EveryShard, Placement, Returns, Stray
 from sharding.amqp.connected_node import node_with_token
+from sharding.amqp.session import ACCESS_REFUSED, Refused
 from sharding.cluster.topology import Topology
 from sharding.errors import ShardUnavailable, Unreachable, WarrenError
 from sharding.maps.consumer_spread import Looks, better_shard
 from sharding.maps.shard_map import ShardMap
+from sharding.publishing.unrouted import bring_unrouted
 
 logger = logging.getLogger("warren.channel")
 
@@ -52,6 +54,9 @@ class Port(Waits, Protocol):
 
     async def refuse(self, text: str) -> NoReturn:
         """Have the broker close the channel with a genuine 406, for the reason `text`."""
+
+    async def routed(self, exchange: str) -> None:
+        """Return when the broker has routed all that was published to the exchange here."""
 
     async def connection(self) -> tuple[object, tuple[str, int] | None]:
         """The connection that the channel is on by now, and the address at its other end."""
@@ -101,6 +106,25 @@ class Calls:
         if node is None:
             raise Unreachable("the node of this connection is in no shard map; give node=…")
         return node
+
+    async def bring(self, logical: str) -> None:
+        """Have all that was published here before the map was known be in its shards.
+
+        The broker kept it. Brought before anything else is sent, a key's messages stay in order.
+        """
+        try:
+            await self.port.routed(logical)
+            await self.port.wait(bring_unrouted(self._topology, logical))
+        except Refused as error:
+            if error.code != ACCESS_REFUSED:
+                raise
+            # This user can't, now and later. To publish nothing more would help nobody.
+            logger.warning("what was published to %r early stays unrouted: %s", logical, error)
+        except WarrenError as error:
+            raise ShardUnavailable(
+                f"messages published to {logical!r} before its shards were known are not in them "
+                f"yet, and nothing more was sent: {error}"
+            ) from error
 
     # Queues
 
@@ -190,9 +214,10 @@ class Calls:
         # in use, and then the name has to stay sharded.
         if not if_unused:
             await self.port.wait(self._topology.futures.forget(exchange))
-            return await delete(shard_map.exchange)
         answer = await delete(shard_map.exchange)
-        await self.port.wait(self._topology.futures.forget(exchange))
+        if if_unused:
+            await self.port.wait(self._topology.futures.forget(exchange))
+        await self.port.wait(self._topology.futures.take_down(exchange))
         return answer
 
 

@@ -30,6 +30,7 @@ from interceptors.calls import (
 )
 from interceptors.rules import EveryShard, Placement, Returned, Stray
 from sharding.amqp.connected_node import REPLY_TO, peer_of
+from sharding.cluster.provisioner import net
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, OutcomeUnknown
 from sharding.maps.shard_map import Route, ShardMap
@@ -82,6 +83,8 @@ class ShardedChannel:
         self._transacting = False
         self._everywhere: list[EveryShard] = []
         self._encoded: dict[str, Encoded] = {}
+        self._uninformed: set[str] = set()
+        """Exchanges that were published to here while no map of theirs was known."""
         self._at_close: list[Callable[[], None]] = []
         self._inner._impl.add_on_return_callback(self._on_return)
         self._inner._impl.add_on_close_callback(self._on_close)
@@ -240,7 +243,9 @@ class ShardedChannel:
         internal: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> Any:
-        if getattr(exchange_type, "value", exchange_type) != rules.EXCHANGE_TYPE:
+        kind = getattr(exchange_type, "value", exchange_type)
+        if kind != rules.EXCHANGE_TYPE:
+            shard_map = self._topology.shard_map(exchange)
             return self._channel.exchange_declare(
                 exchange,
                 exchange_type,
@@ -248,12 +253,14 @@ class ShardedChannel:
                 durable,
                 auto_delete,
                 internal,
-                _mutable(arguments),
+                rules.exchange_arguments(shard_map, exchange, kind, arguments),
             )
         self._inner._impl._raise_if_not_open()
 
         async def declare(name: str) -> Any:
-            return self._inner.exchange_declare(name, "direct", passive, durable)
+            return self._inner.exchange_declare(
+                name, "direct", passive, durable, arguments=net(exchange)
+            )
 
         return at_once(self._calls.declare_exchange(exchange, arguments, passive, durable, declare))
 
@@ -286,9 +293,14 @@ class ShardedChannel:
     ) -> None:
         shard_map = self._topology.shard_map(exchange) if exchange else None
         if shard_map is None:
+            if exchange:
+                self._uninformed.add(exchange)
             mandatory = mandatory or self._topology.may_drop(exchange, routing_key)
             self._confirms.publish(exchange, routing_key, body, properties, mandatory)
             return
+        if exchange in self._uninformed:
+            at_once(self._calls.bring(exchange))
+            self._uninformed.discard(exchange)
         shard = self._shard_for(shard_map, routing_key)
         sent = addressed(properties, shard) if properties else self._bare(shard)
         if mandatory and not self._confirms.active:
@@ -408,6 +420,10 @@ class BlockingPort:
         reason = ChannelClosedByBroker(rules.PRECONDITION_FAILED, text)
         self._channel._closing_reason = reason
         raise reason
+
+    async def routed(self, exchange: str) -> None:
+        if not self._confirms.active:  # with confirms every publish has waited for its own
+            self._channel.exchange_declare(exchange, passive=True)
 
     async def connection(self) -> tuple[object, tuple[str, int] | None]:
         impl = self._channel.connection._impl

@@ -21,6 +21,7 @@ from interceptors.callback_base import OnFrame, OnMessage
 from interceptors.callback_publish import PublishingChannel
 from interceptors.calls import consume_missing, keep_consuming, new_tag, settle, shards_of
 from interceptors.rules import EveryShard, Placement
+from sharding.cluster.provisioner import net
 from sharding.cluster.topology import Topology
 from sharding.maps.shard_map import Route
 
@@ -230,9 +231,15 @@ class AsyncShardedChannel(PublishingChannel):
         arguments: Mapping[str, Any] | None = None,
         callback: OnFrame | None = None,
     ) -> None:
-        if getattr(exchange_type, "value", exchange_type) != rules.EXCHANGE_TYPE:
-            kind = (exchange_type, passive, durable, auto_delete, internal, arguments, callback)
-            self._in_order(self._channel.exchange_declare, exchange, *kind)
+        kind = getattr(exchange_type, "value", exchange_type)
+        if kind != rules.EXCHANGE_TYPE:
+
+            def declare_as_given() -> None:
+                own = rules.exchange_arguments(self._map(exchange), exchange, kind, arguments)
+                flags = (passive, durable, auto_delete, internal, own, callback)
+                self._channel.exchange_declare(exchange, exchange_type, *flags)
+
+            self._in_order(declare_as_given)
             return
         validators.require_string(exchange, "exchange")
         validators.rpc_completion_callback(callback)
@@ -241,7 +248,10 @@ class AsyncShardedChannel(PublishingChannel):
         async def declare(through: Done) -> Any:
             async def on_exchange(name: str) -> Any:
                 ask = self._channel.exchange_declare
-                return await self._ask(through, ask, name, "direct", passive, durable)
+                own = net(exchange)
+                return await self._ask(
+                    through, ask, name, "direct", passive, durable, arguments=own
+                )
 
             return await self._calls.declare_exchange(
                 exchange, arguments, passive, durable, on_exchange

@@ -13,7 +13,9 @@ from enum import Enum, StrEnum, auto
 from typing import Any
 
 from sharding import Policy, ShardMap, ShardName, ShardUnavailable
+from sharding.cluster.provisioner import net
 from sharding.errors import InvalidInput
+from sharding.maps.naming import SHARDS_KEY
 from sharding.maps.shard_map import Shard
 
 EXCHANGE_TYPE = "x-modulus-hash"
@@ -90,7 +92,9 @@ def first_shard(shard_map: ShardMap, node: str | None) -> str | None:
 
 
 def check_key(shard_map: ShardMap, routing_key: str) -> None:
-    """Refuse a key that is a shard's name: shards are bound by name, so it would go twice."""
+    """Refuse a key that messages are led to shards by: one that has it would go twice."""
+    if routing_key == SHARDS_KEY:
+        raise InvalidInput("routing_key", "must not be the key that leads to shards", routing_key)
     if routing_key.startswith("sharding: ") and any(
         shard.name == routing_key for shard in shard_map.shards
     ):
@@ -122,6 +126,16 @@ def policy_of_arguments(
         return None
     shards = arguments[SHARDS_ARGUMENT]
     return Policy.exactly(logical, shards, name=f"exchange {logical}", durable=durable)
+
+
+def exchange_arguments(
+    shard_map: ShardMap | None, exchange: str, kind: object, arguments: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """What to declare an exchange with: one of ours has its own, which the broker compares."""
+    given = None if arguments is None else dict(arguments)
+    if shard_map is None or shard_map.exchange != exchange or kind != "direct":
+        return given
+    return {**net(shard_map.logical), **(given or {})}
 
 
 def need_policy(logical: str) -> InvalidInput:

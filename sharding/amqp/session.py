@@ -276,6 +276,8 @@ class Channel:
         passive: bool = False,
         durable: bool = True,
         auto_delete: bool = False,
+        internal: bool = False,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         await self._ask(
             self._channel.exchange_declare,
@@ -284,6 +286,16 @@ class Channel:
             passive=passive,
             durable=durable,
             auto_delete=auto_delete,
+            internal=internal,
+            arguments=dict(arguments or {}),
+        )
+
+    async def bind_exchange(self, destination: str, source: str, routing_key: str) -> None:
+        await self._ask(
+            self._channel.exchange_bind,
+            destination=destination,
+            source=source,
+            routing_key=routing_key,
         )
 
     async def bind(self, queue: str, exchange: str, routing_key: str) -> None:
@@ -300,8 +312,8 @@ class Channel:
         """Delete a queue that has no message and no consumer; refuse (406) any other."""
         await self._ask(self._channel.queue_delete, queue=queue, if_unused=True, if_empty=True)
 
-    async def delete_exchange(self, exchange: str) -> None:
-        await self._ask(self._channel.exchange_delete, exchange=exchange)
+    async def delete_exchange(self, exchange: str, *, if_unused: bool = False) -> None:
+        await self._ask(self._channel.exchange_delete, exchange=exchange, if_unused=if_unused)
 
     async def qos(self, prefetch: int) -> None:
         await self._ask(self._channel.basic_qos, prefetch_count=prefetch)
@@ -335,6 +347,12 @@ class Channel:
     def ack(self, delivery_tag: int, multiple: bool = False) -> None:
         if self._channel.is_open:
             self._channel.basic_ack(delivery_tag, multiple)
+
+    def on_return(self, callback: Callable[[str, bytes], None]) -> None:
+        """Have the key and body of each message that comes back."""
+        self._channel.add_on_return_callback(
+            lambda _, method, __, body: callback(method.routing_key or "", body)
+        )
 
     async def confirm_publishes(self) -> None:
         def confirmed(frame: Any) -> None:

@@ -49,6 +49,8 @@ def heading(view: View) -> str:
     away = sum(shard.state is not ShardState.UP for shard in view.shards)
     if away:
         parts.append(f"{away} not up")
+    if view.unrouted:
+        parts.append(f"{view.unrouted} messages unrouted")
     return printable(f"{view.name}: {', '.join(parts)}")
 
 
@@ -127,7 +129,15 @@ def _consumers(count: int) -> str:
 
 
 def _notes(view: View) -> list[Text]:
-    return [_text(f"{shard.name}: {shard.note}") for shard in view.shards if shard.note]
+    notes = [_text(f"{shard.name}: {shard.note}") for shard in view.shards if shard.note]
+    if view.unrouted:
+        notes.append(
+            _text(
+                f"{view.unrouted} messages were published to {view.exchange} without Warren, and "
+                f"are kept; 'warren shards ensure {view.name}' brings them to their shards"
+            )
+        )
+    return notes
 
 
 def _number(value: int | None) -> Text:

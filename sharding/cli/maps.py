@@ -26,9 +26,10 @@ from sharding.cluster.provisioner import Ensured
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, LocalError, WarrenError
 from sharding.maps.differences import difference
-from sharding.maps.naming import ShardName
+from sharding.maps.naming import ShardName, unrouted
 from sharding.maps.policy import OnUnavailable, Policy
 from sharding.maps.shard_map import ShardMap
+from sharding.publishing.unrouted import bring_unrouted
 
 policies = typer.Typer(no_args_is_help=True, help="Which logical queues are sharded, and how.")
 shards = typer.Typer(no_args_is_help=True, help="Keep shards in step with policies and nodes.")
@@ -120,6 +121,9 @@ def ensure(
     with connected(url, management) as topology:
         for name in logical or sorted(topology.state.maps):
             report(topology.ensure(name))
+            brought = topology.result(bring_unrouted(topology, name))
+            if brought:
+                typer.echo(f"  {brought} messages that were unrouted are in their shards now")
 
 
 @shards.command()
@@ -224,8 +228,8 @@ def forget(
         typer.echo(f"{printable(logical)} is not sharded any more; its queues stay")
         if shard_map.exchange == logical:
             typer.echo(
-                f"  what is published to the exchange {printable(logical)} now reaches no queue; "
-                "delete it, so that publishers see that"
+                f"  what is published to the exchange {printable(logical)} now is kept in "
+                f"{printable(unrouted(logical))}; delete the exchange, so that publishers see that"
             )
         policy = plane.policy_for(logical)
         if policy is not None:

@@ -16,18 +16,19 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from sharding.amqp.connected_node import node_at
-from sharding.amqp.session import Declared
+from sharding.amqp.session import Declared, Session
 from sharding.cluster.control_plane import ControlPlane
 from sharding.cluster.provisioner import Ensured, Manager
 from sharding.errors import InvalidInput, OutcomeUnknown, Unreachable, WarrenError, reason
 from sharding.maps.map_log import State
 from sharding.maps.naming import check_logical_name
 from sharding.maps.policy import Policy
-from sharding.maps.shard_map import Node, Shard
+from sharding.maps.shard_map import Node, Shard, ShardMap
 
 T = TypeVar("T")
 
 Step = Callable[[State], State | None]
+Work = Callable[[Session, ShardMap], Awaitable[T]]
 
 CLOSED = "the topology is closed"
 _LOOK_FOR_FAILURE = 0.1
@@ -99,6 +100,34 @@ class TopologyFutures:
         if self._has_log:
             await self._plane.refresh(await self._plane.connected())
 
+    def on_connection(self, logical: str, work: Work[T]) -> Future[T]:
+        """What `work` makes of a connection of its own and the newest map of a name.
+
+        The connection is to one of the map's nodes; work that publishes must not be done on that
+        of the control plane, which brokers short of memory would stop reading from.
+        """
+        return self._start(
+            self._on_connection(logical, work), self._plane.options.change_timeout + 1
+        )
+
+    async def _on_connection(self, logical: str, work: Work[T]) -> T:
+        await self._refresh()
+        shard_map = self._plane.log.state.maps.get(logical)
+        if shard_map is None:
+            raise Unreachable(f"{logical!r} is not sharded (yet)")
+        problem: Unreachable | None = None
+        for node in shard_map.nodes:
+            try:
+                session = await self._plane.open_at(node)
+            except Unreachable as error:
+                problem = error
+                continue
+            try:
+                return await work(session, shard_map)
+            finally:
+                await session.close()
+        raise problem or Unreachable(f"no node of {logical!r} is known")
+
     # Changes
 
     def change(self, step: Step) -> Future[State]:
@@ -126,6 +155,11 @@ class TopologyFutures:
         return self.change(
             lambda state: state.without_map(logical) if logical in state.maps else None
         )
+
+    def take_down(self, logical: str) -> Future[None]:
+        """Remove what is behind the exchange of a name that is sharded no more."""
+        manager = Manager(self._plane, self._vhost)
+        return self._change(lambda: manager.take_down(logical))
 
     def _change(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         if not self._has_log:

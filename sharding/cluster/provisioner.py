@@ -3,6 +3,15 @@
 The order of work keeps every map true: declare, look where the queue landed, bind, and only then
 append the map. Any process may do it, several at once too: declaring twice does no harm, and the
 log lets one of two equal maps win. No queue that holds messages is ever deleted.
+
+Nothing that is published is confirmed and dropped, whoever publishes it and however far this got:
+
+    images ──SHARDS_KEY──► images.shards ──the shard's name──► shards
+       └──what has no such key──► images.unrouted, an exchange and a queue of that name
+
+`images` (or `warren: images`, where that name is taken) is made last of all, and has the way to the
+queue of unrouted messages (its alternate exchange) from its declaration on. `images.shards` has
+none, so that what carries our key and finds no shard is returned.
 """
 
 from __future__ import annotations
@@ -20,13 +29,15 @@ from sharding.cluster.control_plane import ControlPlane
 from sharding.cluster.management import NoAnswer
 from sharding.errors import InvalidInput, Unreachable
 from sharding.maps.map_log import State
-from sharding.maps.naming import ShardName
+from sharding.maps.naming import SHARDS_KEY, ShardName, shards_exchange, unrouted
 from sharding.maps.planning import Member, next_map, wanted_shards
 from sharding.maps.policy import Policy, policy_for
 from sharding.maps.shard_map import Shard, ShardMap
 
 logger = logging.getLogger("warren.manager")
 
+PRECONDITION_FAILED, NOT_FOUND = 406, 404
+CLASSIC = {"x-queue-type": "classic"}
 # Above whatever moved the queues; RabbitMQ applies the one policy of the highest priority.
 LOCATOR_PRIORITY = 1_000
 
@@ -59,6 +70,20 @@ class Manager:
         state = await self._plane.change(step)
         return Ensured(state.maps.get(logical, result[0]), tuple(dict.fromkeys(self._notes)))
 
+    async def take_down(self, logical: str) -> None:
+        """Remove what is behind an exchange that was deleted. What is kept, and shards, stay."""
+        session = await self._plane.connected()
+        kept = unrouted(logical)
+        channel = await session.channel()
+        try:
+            await channel.delete_exchange(shards_exchange(logical))
+            await channel.delete_exchange(kept)
+            await channel.delete_empty(kept)
+        except Refused as error:
+            logger.info("%r stays: %s", kept, error.text)
+        finally:
+            channel.close()
+
     async def _propose(self, logical: str, state: State, found: Sequence[Shard]) -> ShardMap | None:
         current = state.maps.get(logical)
         policy = policy_for(logical, state.policies.values())
@@ -71,53 +96,58 @@ class Manager:
         members = await self._plane.members()
         existing = [*(current.shards if current else ()), *found]
         shards = wanted_shards(logical, policy, members, existing)
-        exchange = await self._declare_exchange(logical, policy, current)
         known = {shard.name: shard for shard in existing}
-        placed, tokens = await self._place(shards, known, members, policy, exchange)
+        session = await self._plane.connected()
+        await _declare_exchange(session, shards_exchange(logical), internal=True)
+        try:
+            placed, tokens = await self._place(logical, shards, known, members, policy)
+        except InvalidInput:  # nothing half-made is left
+            if current is None:
+                await _delete_unused(session, shards_exchange(logical))
+            raise
         if not placed:
             raise Unreachable(f"no node can be reached to make shards of {logical!r} on")
+        await _make_net(session, unrouted(logical))
+        exchange = await self._open_exchange(session, logical, policy, current)
         return next_map(logical, policy, members, placed, tokens, current, exchange)
 
-    async def _declare_exchange(
-        self, logical: str, policy: Policy, current: ShardMap | None
+    async def _open_exchange(
+        self, session: Session, logical: str, policy: Policy, current: ShardMap | None
     ) -> str:
-        """The direct exchange of the shards: the logical name's own unless that is taken.
+        """Make the exchange that is published to: the logical name's own unless that is taken.
 
         One that is in use already stays in use, whatever the policy says of durability now.
         """
-        session = await self._plane.connected()
-        if current is not None and current.exchange == logical:
-            channel = await session.channel()
-            with suppress(Refused):
-                await channel.declare_exchange(logical, passive=True)
-                channel.close()
-                return logical
+        in_use = current is not None and current.exchange == logical
         for name in (logical, f"warren: {logical}"):
-            channel = await session.channel()
             try:
-                await channel.declare_exchange(name, durable=policy.durable)
+                if not (in_use and await _exists(session, exchange=name)):
+                    await _declare_exchange(
+                        session, name, durable=policy.durable, arguments=net(logical)
+                    )
             except Refused as error:
-                if error.code != 406:
+                if error.code != PRECONDITION_FAILED:
                     raise
                 self._note(
                     f"the exchange {name!r} exists and is not ours ({error.text}); messages go "
                     f"through 'warren: {logical}' until it is removed"
                 )
                 continue
+            channel = await session.channel()
+            try:
+                await channel.bind_exchange(shards_exchange(logical), name, SHARDS_KEY)
             finally:
                 channel.close()
             return name
-        raise InvalidInput(
-            "exchange", "must be a direct exchange or not exist", f"warren: {logical}"
-        )
+        raise InvalidInput("exchange", "must be one of ours or not exist", f"warren: {logical}")
 
     async def _place(
         self,
+        logical: str,
         shards: Sequence[Shard],
         known: Mapping[str, Shard],
         members: Sequence[Member],
         policy: Policy,
-        exchange: str,
     ) -> tuple[list[Shard], dict[str, str]]:
         """Declare and bind the shards of each running node, over a connection to that node.
 
@@ -145,7 +175,7 @@ class Manager:
                 tokens[member.name] = await session.reply_token()
                 for shard in own:
                     placed[shard.name] = await self._place_one(
-                        session, member.name, shard, policy, exchange
+                        session, member.name, shard, policy, shards_exchange(logical)
                     )
             finally:
                 await session.close()
@@ -169,10 +199,6 @@ class Manager:
         channel = await session.channel()
         try:
             await channel.bind(shard.name, exchange, shard.name)
-            if policy.routing_key is not None:
-                # The plugin's field. Bound to every shard, each message with that key would be
-                # stored in all of them; so older versions of Warren did.
-                await channel.unbind(shard.name, exchange, policy.routing_key)
         finally:
             channel.close()
         return replace(shard, node=landed or shard.node)
@@ -181,11 +207,14 @@ class Manager:
         channel = await session.channel()
         try:
             # Always of a stated type: a virtual host, or a whole broker, may have another default.
-            arguments = {"x-queue-type": "classic", **policy.queue_arguments}
+            arguments = {**CLASSIC, **policy.queue_arguments}
             await channel.declare(shard.name, durable=policy.durable, arguments=arguments)
         except Refused as error:
-            if error.code != 406:
+            if error.code != PRECONDITION_FAILED:
                 raise
+            if not await _exists(session, queue=shard.name):
+                rule = f"must be such that the broker takes them: {error.text}"
+                raise InvalidInput("queue arguments", rule, dict(policy.queue_arguments)) from None
             self._note(
                 f"{shard.name!r} exists with other properties and is used as it is: {error.text}"
             )
@@ -252,6 +281,56 @@ class Manager:
         if text not in self._notes:
             self._notes.append(text)
             logger.warning("%s", text)
+
+
+def net(logical: str) -> dict[str, str]:
+    """The arguments of an exchange of ours: where what reaches no shard goes."""
+    return {"alternate-exchange": unrouted(logical)}
+
+
+async def _make_net(session: Session, name: str) -> None:
+    """The way to a queue, and the queue. Durable whatever the shards are: for the unexpected."""
+    await _declare_exchange(session, name, "fanout", internal=True)
+    channel = await session.channel()
+    try:
+        await channel.declare(name, durable=True, arguments=CLASSIC)
+        await channel.bind(name, name, "")
+    finally:
+        channel.close()
+
+
+async def _declare_exchange(session: Session, exchange: str, *kind: str, **options: Any) -> None:
+    channel = await session.channel()
+    try:
+        await channel.declare_exchange(exchange, *kind, **options)
+    finally:
+        channel.close()
+
+
+async def _delete_unused(session: Session, exchange: str) -> None:
+    channel = await session.channel()
+    try:
+        await channel.delete_exchange(exchange, if_unused=True)
+    except Refused as error:
+        logger.info("the exchange %r stays: %s", exchange, error.text)
+    finally:
+        channel.close()
+
+
+async def _exists(session: Session, *, queue: str = "", exchange: str = "") -> bool:
+    channel = await session.channel()
+    try:
+        if queue:
+            await channel.declare(queue, passive=True)
+        else:
+            await channel.declare_exchange(exchange, passive=True)
+    except Refused as error:
+        if error.code != NOT_FOUND:
+            raise
+        return False
+    finally:
+        channel.close()
+    return True
 
 
 def locator_policy(logical: str) -> str:

@@ -6,12 +6,13 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from sharding.doctor.findings import Finding, judge_versions, problem, warning
+from sharding.doctor.findings import Finding, judge_versions, ok, problem, warning
 from sharding.doctor.nodes import (
     MOST_AT_ONCE,
     ClusterSeen,
@@ -27,7 +28,7 @@ from sharding.doctor.nodes import (
 from sharding.doctor.permissions import judge_monitoring, judge_rights, try_amqp, try_streams
 from sharding.doctor.reach import Place, Protocol, Reached, judge_place, probe, who_answers
 from sharding.errors import WarrenError
-from sharding.maps.naming import check_logical_name, check_name
+from sharding.maps.naming import SHARDS_KEY, check_logical_name, check_name, unrouted
 from sharding.stream.connections.transport import resolved
 from sharding.stream.protocol.constants import Broker
 
@@ -152,6 +153,75 @@ def check_streams(probed: Probed) -> list[Finding]:
     return []
 
 
+def check_exchanges(probed: Probed) -> list[Finding]:
+    """What reaches the exchanges of logical queues and no shard."""
+    apis, places = probed.working(Protocol.MANAGEMENT), probed.working(Protocol.AMQP)
+    if not apis or not places:
+        return []
+    api, vhost = apis[0].place.management, places[0].place.vhost
+    exchanges, queues, bindings = (
+        api.get(kind, vhost, timeout=probed.timeout) for kind in ("exchanges", "queues", "bindings")
+    )
+    return judge_exchanges(exchanges, queues, bindings)
+
+
+def judge_exchanges(
+    exchanges: Iterable[Mapping[str, Any]],
+    queues: Iterable[Mapping[str, Any]],
+    bindings: Iterable[Mapping[str, Any]],
+) -> list[Finding]:
+    """Pure: from what the management API says of a virtual host."""
+    nets = {
+        each["name"]: (each.get("arguments") or {}).get("alternate-exchange") for each in exchanges
+    }
+    ours = {
+        name: str(net)
+        for name, net in nets.items()
+        if net == unrouted(str(name).removeprefix("warren: "))
+    }
+    if not ours:
+        return []
+    kept = {queue["name"]: int(queue.get("messages") or 0) for queue in queues}
+    found = []
+    for name, net in sorted(ours.items()):
+        if count := kept.get(net, 0):
+            fix = (
+                "Let all its producers go through Warren. 'warren shards ensure' brings what is "
+                "kept to its shards."
+            )
+            found.append(
+                warning(
+                    "unrouted messages",
+                    name,
+                    "every producer knows the shards",
+                    f"{count} messages of producers that do not are kept in {net}",
+                    fix,
+                )
+            )
+    for binding in bindings:
+        name = binding["source"]
+        if name in ours and binding["routing_key"] != SHARDS_KEY:
+            fix = "Bind it to another exchange, and have producers publish there as well."
+            found.append(
+                warning(
+                    "bindings",
+                    name,
+                    "nothing but its shards behind the exchange of a logical queue",
+                    f"{binding['destination']} is bound to it by {binding['routing_key']!r}: a "
+                    "copy there hides it when no shard took a message",
+                    fix,
+                )
+            )
+    return found or [
+        ok(
+            "unrouted messages",
+            "the virtual host",
+            "every producer knows the shards",
+            f"nothing is kept behind {len(ours)} exchanges of logical queues",
+        )
+    ]
+
+
 CHECKS: tuple[Callable[[Probed], list[Finding]], ...] = (
     check_addresses,
     check_versions,
@@ -159,6 +229,7 @@ CHECKS: tuple[Callable[[Probed], list[Finding]], ...] = (
     check_amqp_addresses,
     check_balancers,
     check_amqp_permissions,
+    check_exchanges,
     check_streams,
 )
 

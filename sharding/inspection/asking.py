@@ -22,6 +22,7 @@ from sharding.inspection.views import (
     lag,
     samples_of_view,
 )
+from sharding.maps.naming import unrouted
 from sharding.maps.shard_map import Shard, ShardMap
 from sharding.metrics.sources import Sample
 from sharding.stream import StreamEnvironment
@@ -40,7 +41,7 @@ def queue_view(
     if shard_map is None:
         return None
     names = [shard.name for shard in shard_map.shards]
-    seen = topology.look_at(names)
+    seen = topology.look_at([*names, unrouted(shard_map.logical)])
     members = _members(api, topology.vhost, names, timeout) if api else {}
     return view_of(shard_map, seen, members)
 
@@ -71,7 +72,15 @@ def view_of(
         )
 
     shards = tuple(map(shard_view, shard_map.shards, owned))
-    return View(shard_map.logical, ViewKind.QUEUE, shards, shard_map.epoch, shard_map.exchange)
+    kept = seen.get(unrouted(shard_map.logical))
+    return View(
+        shard_map.logical,
+        ViewKind.QUEUE,
+        shards,
+        shard_map.epoch,
+        shard_map.exchange,
+        kept.messages if kept else None,
+    )
 
 
 def _members(

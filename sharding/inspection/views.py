@@ -59,6 +59,8 @@ class View:
     shards: tuple[ShardView, ...]
     epoch: int | None = None
     exchange: str | None = None
+    unrouted: int | None = None
+    """Messages that reached the exchange and no shard, and are kept; None if that is not known."""
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -80,7 +82,7 @@ class View:
             _queue_json(s) if self.kind is ViewKind.QUEUE else _stream_json(s) for s in self.shards
         ]
         head = {"logical": self.name, "kind": str(self.kind), "epoch": self.epoch}
-        return {**head, "exchange": self.exchange, "shards": shards}
+        return {**head, "exchange": self.exchange, "unrouted": self.unrouted, "shards": shards}
 
 
 def _common(shard: ShardView) -> dict[str, Any]:
@@ -121,6 +123,8 @@ def lag(first: int | None, last: int | None, stored: int | None) -> int | None:
 
 
 def samples_of_view(view: View) -> Iterator[Sample]:
+    if view.unrouted is not None:
+        yield Sample("warren_unrouted_messages", (("logical", view.name),), view.unrouted)
     for shard in view.shards:
         yield from _of_shard(view, shard)
 

@@ -59,6 +59,25 @@ class ShardName:
             return None
 
 
+SHARDS_KEY = "warren.shards"
+"""Leads from the exchange of a logical queue to that of its shards. Every message of ours has it,
+so that what reaches no shard is returned; what does not have it is somebody else's, and is kept."""
+
+
+def shards_exchange(logical: str) -> str:
+    """The exchange that shards are bound to, behind the one that is published to."""
+    return check_name("exchange of shards", f"{logical}.shards")
+
+
+def unrouted(logical: str) -> str:
+    """The queue, and the exchange before it, of what is published to a name and reaches no shard.
+
+    >>> unrouted("images")
+    'images.unrouted'
+    """
+    return check_name("queue of unrouted messages", f"{logical}.unrouted")
+
+
 def partition_name(super_stream: str, index: int) -> str:
     """The stream that is partition `index` of a super stream, as RabbitMQ's own tools name it."""
     check_logical_name(super_stream)

@@ -173,6 +173,11 @@ METRICS: Sequence[Metric] = (
         last_offset="The last offset of a stream.",
         lag="Messages that a group has not dealt with; of a queue, all in it.",
     ),
+    *_metrics(
+        "gauge",
+        "unrouted",
+        messages="Messages that reached an exchange of ours and no shard, and are kept.",
+    ),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}
 

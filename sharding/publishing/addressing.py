@@ -1,7 +1,9 @@
-"""Addressing a message to a shard: the shard's name as a blind copy, which the broker removes.
+"""Addressing a message to a shard: by two keys as blind copies, which the broker removes.
 
 The broker routes by BCC as by the routing key, so that what is delivered and returned carries the
-exchange, the routing key and the headers that the application sent.
+exchange, the routing key and the headers that the application sent. One key leads to the exchange
+of the shards, the other from there to the shard. A message that has the first and finds no shard is
+returned; one that does not have it is kept, as somebody else's.
 """
 
 from __future__ import annotations
@@ -13,28 +15,39 @@ from typing import Any
 import pika
 
 from sharding.errors import InvalidInput
+from sharding.maps.naming import SHARDS_KEY
+
+COPIES = ("CC", "BCC")
 
 
 def headers_to(headers: Mapping[str, Any] | None, shard: str) -> dict[str, Any]:
-    """The headers with the shard's name added as a blind copy: the one place that writes BCC.
+    """The headers with the way to the shard added: the one place that writes BCC.
 
-    The application's own copies stay. A BCC that is no list is refused, as the broker would: taken
-    apart, a text would be a copy by each of its letters.
+    Copies of the application's own are refused: one that another queue takes would hide from the
+    broker, and so from everybody, that no shard took the message.
     """
-    sent = dict(headers) if headers else {}
-    copies = sent.get("BCC", [])
-    if not isinstance(copies, list):
-        raise InvalidInput("headers['BCC']", "must be a list of routing keys", copies)
-    sent["BCC"] = [*copies, shard]
-    return sent
+    for name in COPIES:
+        if headers and name in headers:
+            rule = "must not be set for a sharded name, as a copy could hide that no shard took it"
+            raise InvalidInput(f"headers[{name!r}]", rule, headers[name])
+    return {**(headers or {}), "BCC": [SHARDS_KEY, shard]}
 
 
 def addressed(properties: pika.BasicProperties | None, shard: str) -> pika.BasicProperties:
-    """The properties with the shard's name added as a blind copy; the caller's are left alone."""
+    """The properties with the way to the shard added; the caller's are left alone."""
     sent = pika.BasicProperties()
     if properties is not None:
         sent.__dict__.update(properties.__dict__)
     sent.headers = headers_to(sent.headers, shard)
+    return sent
+
+
+def forwarded(properties: pika.BasicProperties, shard: str) -> pika.BasicProperties:
+    """The same for a message that was published before, with copies that led nowhere."""
+    given = dict(properties.headers or {})
+    copies = {name: given.pop(name) for name in COPIES if name in given}
+    sent = copy.copy(properties)
+    sent.headers = {**copies, **headers_to(given, shard)}
     return sent
 
 

@@ -54,6 +54,7 @@ def _meant(kind: str, scenario: str) -> Transcript:
     * Our exchange is a direct one, and the broker says so when it is declared as another type.
     * aio-pika takes the name in the plugin's DeclareOk for the queue's, so all that is consumed
       through the declared object comes from shard 0. Ours goes to the shard with fewest consumers.
+    * CC and BCC are refused: a queue that took such a copy would hide that no shard took it.
     * An aio-pika message's `channel` is aiormq's own. What is published through it passes by our
       wrapper and is not sharded; `message.channel` can't be replaced without patching aio-pika.
     """
@@ -62,6 +63,12 @@ def _meant(kind: str, scenario: str) -> Transcript:
         plugin = json.dumps(load()[kind][scenario])
         ours: Transcript = json.loads(plugin.replace("''x-modulus-hash''", "'direct'"))
         return ours
+    if scenario == "carbon_copies":
+        return {
+            label: {"publish": _refused(*label.split("'")[1:4:2]), "found": []}
+            for label in load()[kind][scenario]
+            if "CC" in label
+        }
     if kind not in PIKA:
         if scenario == "consuming_from_the_declared":
             return {"consumers": {shard: 1, other: 1}}
@@ -76,3 +83,11 @@ def _meant(kind: str, scenario: str) -> Transcript:
     if scenario == "no_shard_on_the_node":
         return {"declare": {"queue": shard, "messages": 0, "consumers": 0}}
     return {}
+
+
+def _refused(header: str, copies: str) -> Value:
+    rule = "must not be set for a sharded name, as a copy could hide that no shard took it"
+    return {
+        "raises": "InvalidInput",
+        "with": [f"headers['{header}']: {rule}; found ['{copies}']"],
+    }

@@ -216,7 +216,8 @@ def carbon_copies(stage: Stage) -> Transcript:
     for headers in ({}, {"CC": ["a"]}, {"BCC": ["b"]}, {"CC": ["a"], "BCC": ["b"], "h": "v"}):
         with stage.caller() as caller:
             published = caller.publish(Publication(LOGICAL, "user-1", "copied", headers))
-            stage.wait_for_messages(1)
+            if published == "sent":
+                stage.wait_for_messages(1)
         found = [each for lot in stage.take_all().values() for each in lot]
         seen[f"sent with {headers}"] = {
             "publish": published,

@@ -16,6 +16,7 @@ import pika
 from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import ChannelClosedByBroker
 
+from sharding.maps.naming import shards_exchange
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.conformance import recorded, values
@@ -37,7 +38,7 @@ class Shard:
     name: str
     node: Node
     bindings: tuple[tuple[str, Mapping[str, Any]], ...]
-    """Routing key and arguments of each binding to the logical exchange."""
+    """Routing key and arguments of each binding to the exchange of the shards."""
 
 
 @dataclass
@@ -53,6 +54,8 @@ class Stage:
     """What the application declares the exchange with: the plugin takes a policy instead."""
     declare_patience: float = PATIENCE
     """How long declaring the logical queue may take before it counts as hanging."""
+    bound_to: str = LOGICAL
+    """The exchange that shards are bound to."""
     _wrap: Wrap = field(init=False)
     _is_whole: bool = False
     _observers: dict[str, pika.BlockingConnection] = field(default_factory=dict)
@@ -138,8 +141,8 @@ class Stage:
         return {"messages": int(method.message_count), "consumers": int(method.consumer_count)}
 
     def bindings(self, queue: str) -> int:
-        """How many bindings a queue has to the sharded exchange."""
-        return len(_keys(self.nodes[0], queue))
+        """How many bindings a queue has to the exchange of the shards."""
+        return len(_keys(self.nodes[0], queue, self.bound_to))
 
     def put(self, queue: str, *bodies: str) -> None:
         """Put messages straight into a queue; returns when they are in it."""
@@ -189,7 +192,7 @@ class Stage:
             channel.queue_declare(shard.name, durable=True)
             channel.queue_purge(shard.name)
             for key, arguments in shard.bindings:
-                channel.queue_bind(shard.name, LOGICAL, key, arguments)
+                channel.queue_bind(shard.name, self.bound_to, key, arguments)
             channel.close()
         wait_until(
             lambda: not any(_counts(self.consumers())),
@@ -245,7 +248,7 @@ class Stage:
     def _bound_shards(self) -> list[Shard]:
         bound = []
         for name in self._shards_now():
-            bindings = _keys(self.nodes[0], name)
+            bindings = _keys(self.nodes[0], name, self.bound_to)
             node = next(node for node in self.nodes if f" - {node.name} - " in name)
             if bindings:
                 bound.append(Shard(name, node, bindings))
@@ -264,7 +267,8 @@ def wrapped_stage(cluster: Cluster, kind: str, session: Session) -> Stage:
             if given == values.HANGS or isinstance(given, dict):
                 raise RuntimeError(f"the wrapper can't declare the sharded exchange: {given}")
 
-    return Stage(cluster, kind, session, set_up, declare_arguments=arguments)
+    bound_to = shards_exchange(LOGICAL)
+    return Stage(cluster, kind, session, set_up, declare_arguments=arguments, bound_to=bound_to)
 
 
 def plugin_stage(cluster: Cluster, kind: str) -> Stage:
@@ -296,13 +300,13 @@ def plugin_stage(cluster: Cluster, kind: str) -> Stage:
     return Stage(cluster, kind, lambda: nullcontext(as_it_is), set_up, declare_patience=patience)
 
 
-def _keys(node: Node, queue: str) -> tuple[tuple[str, dict[str, Any]], ...]:
+def _keys(node: Node, queue: str, exchange: str) -> tuple[tuple[str, dict[str, Any]], ...]:
     return tuple(
         (str(entry["routing_key"]), dict(entry["arguments"]))
         for entry in node.management.get(
             "queues", node.endpoint.vhost, queue, "bindings", timeout=PATIENCE
         )
-        if entry["source"] == LOGICAL
+        if entry["source"] == exchange
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from interceptors import AioShardedChannel, AsyncShardedChannel, ShardedChannel
 from sharding import Policy, ShardMap, Topology
+from sharding.maps.naming import shards_exchange
 from tests.cluster import Cluster, Node, wait_until
 from tests.conformance.callers import CALLERS, Caller, Publication
 from tests.support import patient
@@ -81,7 +82,7 @@ class Application:
     def unbind(self, shard: str) -> None:
         """As somebody with another client might; nothing tells us."""
         with raw_channel(self.cluster.nodes[0]) as raw:
-            raw.queue_unbind(shard, self.shard_map.exchange, shard)
+            raw.queue_unbind(shard, shards_exchange(self.logical), shard)
 
     def stored(self) -> list[tuple[str, str, bytes]]:
         return drain(self.cluster.nodes[0], self.shards)
@@ -261,3 +262,33 @@ def test_what_is_published_is_counted_whether_it_is_sharded_or_not(app: Applicat
     counted = {"published": 7, "confirmed": 6, "nacked": 0, "returned": 1, "unknown": 0}
     assert caller.counters() == counted
     caller.delete(plain)
+
+
+# Before the map is known
+
+
+@pytest.mark.parametrize("confirms", [True, False])
+def test_what_was_sent_before_the_map_was_known_is_stored_before_what_comes_after(
+    app: Application, confirms: bool
+) -> None:
+    """The name is sharded no more, its exchange is still there, and then it is sharded again."""
+    caller = app.caller(confirms=confirms)
+    shards = app.shards
+    app.topology.forget(app.logical)
+    assert app.topology.shard_map(app.logical) is None
+    for number in range(40):
+        caller.publish(Publication(app.logical, f"user-{number % 5}", f"{number}"))
+    app.topology.ensure(app.logical)
+    for number in range(40, 80):
+        sent(caller, Publication(app.logical, f"user-{number % 5}", f"{number}"))
+    caller.round_trip()
+    found = []
+
+    def all_stored() -> bool:
+        found.extend(drain(app.cluster.nodes[0], shards))
+        return len(found) == 80
+
+    wait_until(all_stored, explain=lambda: f"{len(found)} stored")
+    for key in {f"user-{n}" for n in range(5)}:
+        numbers = [int(body) for _, found_key, body in found if found_key == key]
+        assert numbers == sorted(numbers), key

@@ -12,6 +12,7 @@ from pika.exceptions import ChannelClosedByBroker, ChannelWrongStateError, Unrou
 
 from interceptors import Placement, ShardedChannel
 from sharding import InvalidInput, Policy, ShardMap, ShardUnavailable, Topology
+from sharding.maps.naming import shards_exchange, unrouted
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
@@ -133,7 +134,7 @@ def test_return_nobody_asked_for_does_not_reach_the_application(
     channel.add_on_return_callback(lambda _, __, ___, body: returned.append(body))
     with raw_channel(cluster.nodes[0]) as raw:
         for shard in images.shards:
-            raw.queue_unbind(shard.name, images.exchange, shard.name)
+            raw.queue_unbind(shard.name, shards_exchange(images.logical), shard.name)
     one, other = keys_on_two_nodes(cluster, images)  # a shard that gave one back is suspected
     channel.basic_publish(images.logical, one, b"not asked for")
     channel.basic_publish(images.logical, other, b"asked for", mandatory=True)
@@ -160,15 +161,16 @@ def test_unroutable_message_is_an_error_also_without_mandatory(
 
 
 def test_name_that_is_sharded_no_more_loses_nothing_silently(
-    topology: Topology, connection: BlockingConnection, images: ShardMap
+    cluster: Cluster, topology: Topology, connection: BlockingConnection, images: ShardMap
 ) -> None:
     channel = ShardedChannel(connection.channel(), topology)
     channel.confirm_delivery()
     channel.basic_publish(images.logical, "user-42", b"stored")
     topology.forget(images.logical)
     wait_until(lambda: topology.shard_map(images.logical) is None)
-    with pytest.raises(UnroutableError):  # Warren's exchange is still there, and routes nothing
-        channel.basic_publish(images.logical, "user-42", b"nowhere to go")
+    channel.basic_publish(images.logical, "user-42", b"kept")  # its exchange is still there
+    with raw_channel(cluster.nodes[0]) as raw:
+        assert raw.basic_get(unrouted(images.logical), auto_ack=True)[2] == b"kept"
 
 
 def test_sharded_name_as_a_key_of_the_default_exchange_loses_nothing_silently(
@@ -271,7 +273,7 @@ def test_return_is_shown_only_if_asked_for_also_with_confirms(
     one, other = keys_on_two_nodes(cluster, images)
     with raw_channel(cluster.nodes[0]) as raw:
         for shard in images.shards:
-            raw.queue_unbind(shard.name, images.exchange, shard.name)
+            raw.queue_unbind(shard.name, shards_exchange(images.logical), shard.name)
     with pytest.raises(ShardUnavailable):
         channel.basic_publish(images.logical, one, b"not asked for")
     with pytest.raises(UnroutableError):

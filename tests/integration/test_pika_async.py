@@ -29,6 +29,7 @@ from interceptors.callback_publish import Publication, Unconfirmed
 from interceptors.pika_callback import AsyncShardedChannel
 from sharding import InvalidInput, Policy, Shard, ShardName, ShardUnavailable
 from sharding.cluster.topology import Topology
+from sharding.maps.naming import shards_exchange
 from sharding.maps.shard_map import ShardMap
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
@@ -722,7 +723,7 @@ def unbind(cluster: Cluster, topology: Topology, logical: str) -> str:
     assert shard_map is not None
     shard = shard_map.shards[0].name
     with raw_channel(cluster.nodes[0]) as channel:
-        channel.queue_unbind(shard, logical, shard)
+        channel.queue_unbind(shard, shards_exchange(logical), shard)
     return keys_of(topology, logical, shard, 1)[0]
 
 
@@ -781,7 +782,7 @@ def test_message_sent_by_an_old_map_is_sent_once_to_the_shard_of_the_new_one(
     target = newer.shard_of(key).name
     if not bound:
         with raw_channel(cluster.nodes[0]) as channel:
-            channel.queue_unbind(target, images, target)
+            channel.queue_unbind(target, shards_exchange(images), target)
     urls = [node.endpoint.amqp_url for node in cluster]
     with Topology(*urls, maps=[older], options=patient.TOPOLOGY) as fixed:
         client = connect(topology=fixed)

@@ -1,4 +1,4 @@
-"""A shard's name travels as a blind copy beside the application's own headers."""
+"""The way to a shard travels as two blind copies beside the application's own headers."""
 
 from __future__ import annotations
 
@@ -8,35 +8,46 @@ import pika
 import pytest
 
 from sharding.errors import InvalidInput
-from sharding.publishing.addressing import Encoded, addressed, headers_to
+from sharding.maps.naming import SHARDS_KEY
+from sharding.publishing.addressing import Encoded, addressed, forwarded, headers_to
 
 SHARD = "sharding: images - rabbit@rmq0 - 0"
+WAY = [SHARDS_KEY, SHARD]
 
 
 @pytest.mark.parametrize(
     ("given", "sent"),
     [
-        (None, {"BCC": [SHARD]}),
-        ({}, {"BCC": [SHARD]}),
-        ({"a": 1}, {"a": 1, "BCC": [SHARD]}),
-        ({"BCC": ["audit"]}, {"BCC": ["audit", SHARD]}),
+        (None, {"BCC": WAY}),
+        ({}, {"BCC": WAY}),
+        ({"a": 1}, {"a": 1, "BCC": WAY}),
     ],
 )
-def test_the_shard_is_one_more_blind_copy(given: Any, sent: dict[str, Any]) -> None:
+def test_the_way_to_the_shard_is_added_as_blind_copies(given: Any, sent: dict[str, Any]) -> None:
     before = None if given is None else dict(given)
     assert headers_to(given, SHARD) == sent
     assert given == before
 
 
-@pytest.mark.parametrize("copies", ["audit", b"audit", ("audit",), {"audit": 1}, None])
+@pytest.mark.parametrize("name", ["CC", "BCC"])
+@pytest.mark.parametrize("copies", [["audit"], [], "audit", b"audit", {"audit": 1}, None])
 @pytest.mark.parametrize("address", [addressed, Encoded])
-def test_copies_that_are_no_list_are_refused(copies: Any, address: Any) -> None:
-    with pytest.raises(InvalidInput, match="must be a list of routing keys"):
-        address(pika.BasicProperties(headers={"BCC": copies}), SHARD)
+def test_copies_of_the_application_are_refused(name: str, copies: Any, address: Any) -> None:
+    """A queue that takes one would hide that no shard took the message."""
+    with pytest.raises(InvalidInput, match="could hide that no shard took it"):
+        address(pika.BasicProperties(headers={name: copies}), SHARD)
+
+
+def test_what_is_forwarded_keeps_the_copies_that_led_nowhere() -> None:
+    given = pika.BasicProperties(headers={"a": 1, "CC": ["audit"]}, priority=3)
+    sent = forwarded(given, SHARD)
+    assert (sent.priority, sent.headers) == (3, {"a": 1, "CC": ["audit"], "BCC": WAY})
+    assert given.headers == {"a": 1, "CC": ["audit"]}
+    assert forwarded(pika.BasicProperties(), SHARD).headers == {"BCC": WAY}
 
 
 def test_properties_of_the_application_are_left_alone() -> None:
     given = pika.BasicProperties(headers={"a": 1}, priority=3)
     sent = addressed(given, SHARD)
-    assert (sent.priority, sent.headers) == (3, {"a": 1, "BCC": [SHARD]})
+    assert (sent.priority, sent.headers) == (3, {"a": 1, "BCC": WAY})
     assert given == pika.BasicProperties(headers={"a": 1}, priority=3)

@@ -1,0 +1,147 @@
+"""Bringing what was kept to its shard: messages that reached an exchange of ours without our keys.
+
+A channel that did not know of a map yet, another client or another language published them. The
+broker kept them, and whoever brings them is an ordinary publisher with confirms:
+
+* one at a time: an exclusive consumer is the lock, and who finds it taken waits;
+* in the order in which they were kept, each to the shard of its key, as it was sent;
+* a message is acknowledged when its shard has it; what no shard takes stays where it is.
+
+A connection that is lost in between may bring some of them a second time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pika
+
+from sharding.amqp.session import ACCESS_REFUSED, Channel, Message, Refused, Session
+from sharding.cluster.topology import Topology
+from sharding.errors import ShardUnavailable, Unreachable
+from sharding.maps.naming import unrouted
+from sharding.maps.shard_map import ShardMap
+from sharding.publishing.addressing import forwarded
+
+_NOT_FOUND = 404
+_AT_ONCE = 200
+_LOOK_AGAIN = 0.05
+_END = "warren.end"
+
+
+def bring_unrouted(topology: Topology, logical: str) -> Future[int]:
+    """Bring all that is kept now to its shards; how many those were.
+
+    Done when nothing that was kept before the call is left, whoever brought it.
+    """
+    return topology.futures.on_connection(logical, _bring)
+
+
+async def _bring(session: Session, shard_map: ShardMap) -> int:
+    queue = unrouted(shard_map.logical)
+    publishing = await session.channel()
+    returned: Counter[tuple[str, bytes]] = Counter()
+    publishing.on_return(lambda key, body: returned.update([(key, body)]))
+    await publishing.confirm_publishes()
+    while True:
+        reading = await session.channel()
+        try:
+            arrived = await _read(reading, queue)
+            try:
+                return await _bring_all(arrived, reading, queue, publishing, shard_map, returned)
+            finally:
+                # What is acknowledged on a channel that is closed at once may come again (seen: 9
+                # of 36); what is confirmed behind the acknowledgements proves that they arrived.
+                await reading.publish("", queue, b"", _end("", expires_ms=1))
+        except Refused as error:
+            if error.code == _NOT_FOUND:  # somebody deleted it
+                return 0
+            if error.code != ACCESS_REFUSED or "exclusive" not in error.text:
+                raise
+            await asyncio.sleep(_LOOK_AGAIN)
+        finally:
+            await reading.wait_closed()  # gives back, in its place, what was not brought
+
+
+Arrived = asyncio.Queue[Message | None]
+"""What was delivered, and None when nothing more will be."""
+
+
+async def _read(reading: Channel, queue: str) -> Arrived:
+    arrived: Arrived = asyncio.Queue()
+    reading.closed.add_done_callback(lambda _: arrived.put_nowait(None))
+    await reading.confirm_publishes()
+    await reading.qos(_AT_ONCE)
+    await reading.consume(queue, arrived.put_nowait, exclusive=True)
+    return arrived
+
+
+async def _bring_all(
+    arrived: Arrived,
+    reading: Channel,
+    queue: str,
+    publishing: Channel,
+    shard_map: ShardMap,
+    returned: Counter[tuple[str, bytes]],
+) -> int:
+    """Bring what was kept before a message of our own, which is put behind it."""
+    own = uuid.uuid4().hex
+    await publishing.publish("", queue, b"", _end(own))
+    brought = 0
+    at_end = False
+    while not at_end:
+        batch: list[Message] = []
+        message = await arrived.get()
+        while message is not None:
+            if _is_end(message, queue):
+                at_end = at_end or message.properties.message_id == own
+                reading.ack(message.delivery_tag)
+            else:
+                batch.append(message)
+            if at_end or arrived.empty():
+                break
+            message = arrived.get_nowait()
+        if message is None:
+            raise Unreachable(f"{queue!r} can't be read any more: {reading.closed.result()}")
+        stored = await _publish(batch, publishing, shard_map)
+        left = []
+        for message, taken in zip(batch, stored, strict=True):
+            if taken and not returned[message.routing_key, message.body]:
+                reading.ack(message.delivery_tag)
+            else:
+                left.append(shard_map.shard_of(message.routing_key).name)
+        if left:
+            raise ShardUnavailable(
+                f"what is kept in {queue!r} can't be brought to {left[0]!r}, which did not take "
+                "it; try again later"
+            )
+        brought += len(batch)
+    return brought
+
+
+def _end(message_id: str, *, expires_ms: int = 60_000) -> pika.BasicProperties:
+    """It expires: where bringing failed, nobody shall count it as kept for long."""
+    return pika.BasicProperties(type=_END, message_id=message_id, expiration=str(expires_ms))
+
+
+def _is_end(message: Message, queue: str) -> bool:
+    """Whether somebody who brings put it there: nobody else reaches this queue by its name."""
+    return message.properties.type == _END and message.routing_key == queue
+
+
+async def _publish(
+    batch: Sequence[Message], channel: Channel, shard_map: ShardMap
+) -> Sequence[bool]:
+    """Whether the broker took each; it also takes what it then returns."""
+
+    def publish(message: Message) -> Coroutine[Any, Any, bool]:
+        key = message.routing_key
+        sent = forwarded(message.properties, shard_map.shard_of(key).name)
+        return channel.publish(shard_map.exchange, key, message.body, sent, mandatory=True)
+
+    return await asyncio.gather(*map(publish, batch))
