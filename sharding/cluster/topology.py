@@ -313,7 +313,7 @@ class Topology:
         for listener in list(self._listeners):
             try:
                 listener(old, new)
-            except Exception:
+            except BaseException:  # an exit too would end the thread, and with it every answer
                 logger.exception("a listener of the topology failed")
 
     def _wait(self, future: Future[T], timeout: float) -> T:
