@@ -76,7 +76,16 @@ class Manager:
         placed, tokens = await self._place(shards, known, members, policy, exchange)
         if not placed:
             raise Unreachable(f"no node can be reached to make shards of {logical!r} on")
+        members = [await self._as_seen(member, member.name in tokens) for member in members]
         return next_map(logical, policy, members, placed, tokens, current, exchange)
+
+    async def _as_seen(self, member: Member, was_reached: bool) -> Member:
+        """Find out whether a node is in maintenance mode where the management API does not say."""
+        if not member.running or member.drained is not None:
+            return member
+        if was_reached:
+            return replace(member, drained=False)
+        return replace(member, drained=True if await self._plane.refuses(member.node) else None)
 
     async def _declare_exchange(
         self, logical: str, policy: Policy, current: ShardMap | None
@@ -129,7 +138,7 @@ class Manager:
         names = {member.name for member in members}
         for member in members:
             own = [shard for shard in shards if _home(shard, names) == member.name]
-            if not own or not member.running:
+            if not own or not member.serves:
                 continue
             try:
                 session = await self._plane.open_at(member.node)
