@@ -130,11 +130,13 @@ class TopologyFutures:
             )
         )
 
-    def ensure(self, logical: str, found: Sequence[Shard] = ()) -> Future[Ensured]:
+    def ensure(
+        self, logical: str, found: Sequence[Shard] = (), *, only_sharded: bool = False
+    ) -> Future[Ensured]:
         """Make the shards be what the policy says; `found` are taken in as they are."""
         check_logical_name(logical)
         manager = Manager(self._plane, self._vhost)
-        return self._change(lambda: manager.ensure(logical, found))
+        return self._change(lambda: manager.ensure(logical, found, only_sharded=only_sharded))
 
     def forget(self, logical: str) -> Future[State]:
         return self.change(

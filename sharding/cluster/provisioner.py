@@ -3,6 +3,10 @@
 The order of work keeps every map true: declare, look where the queue landed, bind, and only then
 append the map. Any process may do it, several at once too: declaring twice does no harm, and the
 log lets one of two equal maps win. No queue that holds messages is ever deleted.
+
+What somebody forgets meanwhile is not brought back: before each step that makes something, a
+manager that found a map reads that it is still there. Who forgets a name says so in the log before
+he deletes anything.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import Any
 from sharding.amqp.session import Channel, Refused, Session
 from sharding.cluster.control_plane import ControlPlane
 from sharding.cluster.management import NoAnswer
-from sharding.errors import InvalidInput, Unreachable
+from sharding.errors import InvalidInput, LocalError, RemoteError, Unreachable
 from sharding.maps.map_log import State
 from sharding.maps.naming import ShardName
 from sharding.maps.planning import Member, next_map, wanted_shards
@@ -39,20 +43,45 @@ class Ensured:
     notes: tuple[str, ...] = ()
 
 
+class Forgotten(LocalError):
+    """Another process has stopped sharding the name meanwhile; it is left so."""
+
+    def __init__(self, logical: str) -> None:
+        super().__init__(
+            f"another process has stopped sharding {logical!r} meanwhile, and it is left so; to "
+            "shard it again, say so again"
+        )
+
+
 class Manager:
-    """Works on the control plane's loop."""
+    """Works on the control plane's loop. One for each call of `ensure`."""
 
     def __init__(self, plane: ControlPlane, vhost: str) -> None:
         self._plane = plane
         self._vhost = vhost
         self._notes: list[str] = []
+        self._sharded: str | None = None
 
-    async def ensure(self, logical: str, found: Sequence[Shard] = ()) -> Ensured:
-        """Bring the shards in step with the policy; `found` are taken in as they are."""
+    async def ensure(
+        self, logical: str, found: Sequence[Shard] = (), *, only_sharded: bool = False
+    ) -> Ensured:
+        """Bring the shards in step with the policy; `found` are taken in as they are.
+
+        `Forgotten` if the name had a map, or should have by `only_sharded`, and has none any more.
+        """
         result: list[ShardMap] = []
+        self._sharded = logical if only_sharded else None
 
         async def step(state: State) -> State | None:
-            proposed = await self._propose(logical, state, found)
+            if logical in state.maps:
+                self._sharded = logical
+            elif self._sharded is not None:
+                raise Forgotten(logical)
+            try:
+                proposed = await self._propose(logical, state, found)
+            except Refused:  # for want of what somebody deleted, perhaps
+                await self._check_not_forgotten()
+                raise
             result[:] = [proposed or state.maps[logical]]
             return state.with_map(proposed) if proposed else None
 
@@ -79,6 +108,14 @@ class Manager:
         members = [await self._as_seen(member, member.name in tokens) for member in members]
         return next_map(logical, policy, members, placed, tokens, current, exchange)
 
+    async def _check_not_forgotten(self) -> None:
+        if self._sharded is None:
+            return
+        with suppress(RemoteError, TimeoutError):  # then the log's verdict tells in the end
+            await self._plane.refresh(await self._plane.connected())
+        if self._sharded not in self._plane.log.state.maps:
+            raise Forgotten(self._sharded)
+
     async def _as_seen(self, member: Member, was_reached: bool) -> Member:
         """Find out whether a node is in maintenance mode where the management API does not say."""
         if not member.running or member.drained is not None:
@@ -101,6 +138,7 @@ class Manager:
                 await channel.declare_exchange(logical, passive=True)
                 channel.close()
                 return logical
+            await self._check_not_forgotten()
         for name in (logical, f"warren: {logical}"):
             channel = await session.channel()
             try:
@@ -140,6 +178,7 @@ class Manager:
             own = [shard for shard in shards if _home(shard, names) == member.name]
             if not own or not member.serves:
                 continue
+            await self._check_not_forgotten()
             try:
                 session = await self._plane.open_at(member.node)
             except Unreachable as error:
