@@ -7,7 +7,7 @@ from interceptors.pika_blocking import ShardedChannel
 from interceptors.pika_callback import AsyncShardedChannel
 from interceptors.rules import Placement
 from sharding.outcomes import NotStored, Outcome, PerhapsNotStored, Report, Result
-from sharding.publishing.publisher import PublisherClosed, ShardedPublisher, WindowFull
+from sharding.publishing.publisher import Batch, PublisherClosed, ShardedPublisher, WindowFull
 
 if TYPE_CHECKING:
     from interceptors.aio import AioShardedChannel, AioShardedConnection
@@ -26,6 +26,7 @@ __all__ = [
     "AioShardedConnection",
     "AsyncShardedChannel",
     "AsyncShardedConnection",
+    "Batch",
     "NotStored",
     "Outcome",
     "PerhapsNotStored",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import struct
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -201,11 +202,12 @@ class ShardedExchange(Proxy):
         shard_map = await self._owner._map_in_turn(self._logical)
         if shard_map is None:
             mandatory = mandatory or self._owner._topology.may_drop(self._logical, routing_key)
+            sent = _Sent(message.body, message.properties)
             publishing = self._wrapped.publish(
-                message, routing_key, mandatory=mandatory, immediate=immediate, timeout=timeout
+                sent, routing_key, mandatory=mandatory, immediate=immediate, timeout=timeout
             )
             async with self._owner._without_map(self._logical):
-                return await counted(self._owner.counters, publishing)
+                return await counted(self._owner.counters, publishing, sent)
         sending = _Sending(self, message, routing_key, mandatory, immediate)
         try:
             async with self._owner._deadline(timeout):
@@ -241,24 +243,44 @@ class ShardedExchange(Proxy):
         return await self._owner._wrapped_exchange(shard_map.exchange)
 
 
-async def counted(counters: dict[str, float], publishing: Awaitable[Any]) -> Any:
-    """Wait for a publish, and count what became of it."""
-    counters["published"] += 1
-    outcome = "unknown"  # as long as nothing else is known, also when it is cancelled
-    result = None
+class _Sent:
+    """A message as aio-pika gets it, which tells whether its bytes were asked for to be sent."""
+
+    def __init__(self, body: bytes, properties: Any) -> None:
+        self._body = body
+        self.properties = properties
+        self.is_taken = False
+
+    @property
+    def body(self) -> bytes:
+        self.is_taken = True
+        return self._body
+
+
+async def counted(counters: dict[str, float], publishing: Awaitable[Any], sent: _Sent) -> Any:
+    """Wait for a publish, and count what became of it, unless it was refused before it was sent:
+    by a channel that is closed or not ready, or because it can't be encoded."""
+    outcome: str | None = "unknown"  # as long as nothing else is known, also when it is cancelled
     try:
         result = await publishing
         outcome = "returned" if _came_back(result) else "confirmed"
+        if result is None:  # a channel without confirms
+            outcome = None
+        return result
     except PublishError:
         outcome = "returned"
         raise
     except DeliveryError:
         outcome = "nacked"
         raise
+    except (TypeError, ValueError, LookupError, ArithmeticError, struct.error):
+        sent.is_taken = False
+        raise
     finally:
-        if outcome != "confirmed" or result is not None:  # None: a channel without confirms
-            counters[outcome] += 1
-    return result
+        if sent.is_taken:
+            counters["published"] += 1
+            if outcome is not None:
+                counters[outcome] += 1
 
 
 class _Sending:
@@ -303,7 +325,7 @@ class _Sending:
             sent, self._routing_key, mandatory=True, immediate=self._immediate
         )
         try:
-            result = await counted(self._owner.counters, publishing)
+            result = await counted(self._owner.counters, publishing, sent)
         except PublishError as error:
             self.suspect()
             if self._mandatory:
@@ -324,12 +346,11 @@ class _Sending:
             self._owner._topology.suspect(self.shard)
 
 
-class _Addressed:
+class _Addressed(_Sent):
     """A message with the shard's name added as a blind copy; the application's is left alone."""
 
     def __init__(self, message: Any, shard: str) -> None:
-        self.body = message.body
-        self.properties = copy.copy(message.properties)
+        super().__init__(message.body, copy.copy(message.properties))
         self.properties.headers = headers_to(self.properties.headers, shard)
         # aiormq would add one, by which it recognises what is returned; so do we.
         self.properties.message_id = self.properties.message_id or uuid.uuid4().hex

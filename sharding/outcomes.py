@@ -165,7 +165,7 @@ class Tally:
     @property
     def totals(self) -> dict[str, int]:
         """Outcomes since the beginning, those that reports have taken included."""
-        return {str(each): self._reported[each] + count for each, count in self._counts().items()}
+        return {str(each): self._reported[each] + count for each, count in self.counts.items()}
 
     def add(self, results: Iterable[Result]) -> None:
         """Messages that are not stored."""
@@ -176,23 +176,29 @@ class Tally:
 
     def absorb(self, other: Tally) -> None:
         """Take over what another one has collected; it starts again from nothing."""
+        self.include(other)
+        other._clear()
+
+    def include(self, other: Tally) -> None:
+        """Add what another one has collected, which keeps it."""
         self.stored += other.stored
         self._failed.update(other._failed)
         self._results += other._results[: self._max_results - len(self._results)]
-        other._clear()
 
     def take_report(self, pending: int = 0) -> Report:
         """Report, and start again from nothing but the totals."""
-        counts = self._counts()
-        report = Report(
-            **{str(outcome): count for outcome, count in counts.items()},
-            pending=pending,
-            not_stored=tuple(self._results),
-        )
-        for outcome, count in counts.items():
+        report = self.report(pending)
+        for outcome, count in self.counts.items():
             self._reported[outcome] += count
         self._clear()
         return report
 
-    def _counts(self) -> dict[Outcome, int]:
+    def report(self, pending: int = 0) -> Report:
+        """Report, and keep what is told."""
+        counts = {str(outcome): count for outcome, count in self.counts.items()}
+        return Report(**counts, pending=pending, not_stored=tuple(self._results))
+
+    @property
+    def counts(self) -> dict[Outcome, int]:
+        """Outcomes that no report has taken."""
         return {each: self._failed[each] for each in Outcome} | {Outcome.STORED: self.stored}

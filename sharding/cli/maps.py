@@ -22,7 +22,7 @@ from sharding.cli.options import (
     printable,
 )
 from sharding.cluster.plugin_queues import FoundShards
-from sharding.cluster.provisioner import Ensured
+from sharding.cluster.provisioner import Ensured, Forgotten
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, LocalError, WarrenError
 from sharding.maps.differences import difference
@@ -120,7 +120,12 @@ def ensure(
     """Make the shards of these logical queues, or of all, be what the policies say."""
     with connected(url, management) as topology:
         for name in logical or sorted(topology.state.maps):
-            report(topology.ensure(name))
+            ensuring = topology.futures.ensure(name, only_sharded=not logical)
+            try:
+                report(topology.result(ensuring))
+            except Forgotten as error:
+                typer.echo(printable(str(error)))
+                continue
             brought = topology.result(bring_unrouted(topology, name))
             if brought:
                 typer.echo(f"  {brought} messages that were unrouted are in their shards now")

@@ -39,6 +39,9 @@ def worker(
     handler_timeout: Annotated[
         float | None, typer.Option(help="Seconds after which a handler counts as hanging.")
     ] = None,
+    consumer_timeout: Annotated[
+        float, typer.Option(help="The broker's consumer_timeout, in seconds; 0 if it has none.")
+    ] = 1800.0,
     stop_timeout: Annotated[
         float, typer.Option(help="Seconds that handlers may finish in at SIGTERM.")
     ] = 30.0,
@@ -66,6 +69,7 @@ def worker(
         retry=Retry(attempts=retries + 1),
         dead_letter=dead_letter or None,
         handler_timeout=handler_timeout,
+        consumer_timeout=consumer_timeout or None,
         stop_timeout=stop_timeout,
     )
     if (queue is None) == (stream is None):

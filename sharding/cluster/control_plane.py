@@ -239,6 +239,22 @@ class ControlPlane:
                 problem = str(error)
         raise Unreachable(f"{node.name}: {problem}")
 
+    async def refuses(self, node: Node) -> bool:
+        """Whether a node refuses everybody at the ports where this process was let in before."""
+        if node.name not in self._reached or not node.addresses:
+            return False
+        for address in node.addresses:
+            try:
+                async with asyncio.timeout(self.options.answer_timeout):
+                    _, writer = await asyncio.open_connection(address.host, address.port)
+            except ConnectionRefusedError:
+                continue
+            except (OSError, TimeoutError):
+                return False
+            writer.close()
+            return False
+        return True
+
     async def members(self) -> list[Member]:
         """The nodes of the cluster, from the management API, else those at the addresses given."""
         if self.view:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
@@ -19,12 +20,20 @@ from sharding.amqp.connected_node import node_at
 from sharding.amqp.session import Declared, Session
 from sharding.cluster.control_plane import ControlPlane
 from sharding.cluster.provisioner import Ensured, Manager
-from sharding.errors import InvalidInput, OutcomeUnknown, Unreachable, WarrenError, reason
+from sharding.errors import (
+    InvalidInput,
+    LocalError,
+    OutcomeUnknown,
+    Unreachable,
+    WarrenError,
+    reason,
+)
 from sharding.maps.map_log import State
 from sharding.maps.naming import check_logical_name
 from sharding.maps.policy import Policy
 from sharding.maps.shard_map import Node, Shard, ShardMap
 
+logger = logging.getLogger("warren.topology")
 T = TypeVar("T")
 
 Step = Callable[[State], State | None]
@@ -134,7 +143,12 @@ class TopologyFutures:
         """Append what `step` makes of the newest state; asked again if somebody was faster."""
 
         async def asynchronously(state: State) -> State | None:
-            return step(state)
+            try:
+                return step(state)
+            except Exception:
+                raise
+            except BaseException as error:  # an exit would end the thread of the topology
+                raise LocalError(f"the change was given up by {type(error).__name__}") from error
 
         return self._change(lambda: self._plane.change(asynchronously))
 
@@ -145,11 +159,13 @@ class TopologyFutures:
             )
         )
 
-    def ensure(self, logical: str, found: Sequence[Shard] = ()) -> Future[Ensured]:
+    def ensure(
+        self, logical: str, found: Sequence[Shard] = (), *, only_sharded: bool = False
+    ) -> Future[Ensured]:
         """Make the shards be what the policy says; `found` are taken in as they are."""
         check_logical_name(logical)
         manager = Manager(self._plane, self._vhost)
-        return self._change(lambda: manager.ensure(logical, found))
+        return self._change(lambda: manager.ensure(logical, found, only_sharded=only_sharded))
 
     def forget(self, logical: str) -> Future[State]:
         return self.change(
@@ -200,8 +216,7 @@ class TopologyFutures:
             elif (error := ended.exception()) is not None:
                 _fail(answer, error)
             else:
-                with suppress(concurrent.futures.InvalidStateError):
-                    answer.set_result(ended.result())
+                _answer(answer, lambda: answer.set_result(ended.result()))
 
         answer.add_done_callback(lambda given: asked.cancel() if given.cancelled() else None)
         asked.add_done_callback(done)
@@ -233,5 +248,13 @@ class TopologyFutures:
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:
-    with suppress(concurrent.futures.InvalidStateError):
-        future.set_exception(error)
+    _answer(future, lambda: future.set_exception(error))
+
+
+def _answer(future: Future[Any], settle: Callable[[], None]) -> None:
+    """Settle a future; what is called back because of it may exit, and must not end this thread."""
+    try:
+        with suppress(concurrent.futures.InvalidStateError):
+            settle()
+    except BaseException:
+        logger.exception("what waits for %r failed", future)

@@ -164,7 +164,11 @@ def members_from(
         for node, each in listeners_by_node(listeners).items()
     }
     return [
-        Member(Node(node["name"], found.get(node["name"], ())), bool(node.get("running")))
+        Member(
+            Node(node["name"], found.get(node["name"], ())),
+            running=bool(node.get("running")),
+            drained=node.get("being_drained"),
+        )
         for node in sorted(nodes, key=lambda node: str(node["name"]))
     ]
 

@@ -12,6 +12,10 @@ Nothing that is published is confirmed and dropped, whoever publishes it and how
 `images` (or `warren: images`, where that name is taken) is made last of all, and has the way to the
 queue of unrouted messages (its alternate exchange) from its declaration on. `images.shards` has
 none, so that what carries our key and finds no shard is returned.
+
+What somebody forgets meanwhile is not brought back: before each step that makes something, a
+manager that found a map reads that it is still there. Who forgets a name says so in the log before
+he deletes anything.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from typing import Any
 from sharding.amqp.session import Channel, Refused, Session
 from sharding.cluster.control_plane import ControlPlane
 from sharding.cluster.management import NoAnswer
-from sharding.errors import InvalidInput, Unreachable
+from sharding.errors import InvalidInput, LocalError, RemoteError, Unreachable
 from sharding.maps.map_log import State
 from sharding.maps.naming import SHARDS_KEY, ShardName, shards_exchange, unrouted
 from sharding.maps.planning import Member, next_map, wanted_shards
@@ -50,20 +54,45 @@ class Ensured:
     notes: tuple[str, ...] = ()
 
 
+class Forgotten(LocalError):
+    """Another process has stopped sharding the name meanwhile; it is left so."""
+
+    def __init__(self, logical: str) -> None:
+        super().__init__(
+            f"another process has stopped sharding {logical!r} meanwhile, and it is left so; to "
+            "shard it again, say so again"
+        )
+
+
 class Manager:
-    """Works on the control plane's loop."""
+    """Works on the control plane's loop. One for each call of `ensure`."""
 
     def __init__(self, plane: ControlPlane, vhost: str) -> None:
         self._plane = plane
         self._vhost = vhost
         self._notes: list[str] = []
+        self._sharded: str | None = None
 
-    async def ensure(self, logical: str, found: Sequence[Shard] = ()) -> Ensured:
-        """Bring the shards in step with the policy; `found` are taken in as they are."""
+    async def ensure(
+        self, logical: str, found: Sequence[Shard] = (), *, only_sharded: bool = False
+    ) -> Ensured:
+        """Bring the shards in step with the policy; `found` are taken in as they are.
+
+        `Forgotten` if the name had a map, or should have by `only_sharded`, and has none any more.
+        """
         result: list[ShardMap] = []
+        self._sharded = logical if only_sharded else None
 
         async def step(state: State) -> State | None:
-            proposed = await self._propose(logical, state, found)
+            if logical in state.maps:
+                self._sharded = logical
+            elif self._sharded is not None:
+                raise Forgotten(logical)
+            try:
+                proposed = await self._propose(logical, state, found)
+            except Refused:  # for want of what somebody deleted, perhaps
+                await self._check_not_forgotten()
+                raise
             result[:] = [proposed or state.maps[logical]]
             return state.with_map(proposed) if proposed else None
 
@@ -107,9 +136,27 @@ class Manager:
             raise
         if not placed:
             raise Unreachable(f"no node can be reached to make shards of {logical!r} on")
+        await self._check_not_forgotten()
         await _make_net(session, unrouted(logical))
         exchange = await self._open_exchange(session, logical, policy, current)
+        members = [await self._as_seen(member, member.name in tokens) for member in members]
         return next_map(logical, policy, members, placed, tokens, current, exchange)
+
+    async def _check_not_forgotten(self) -> None:
+        if self._sharded is None:
+            return
+        with suppress(RemoteError, TimeoutError):  # then the log's verdict tells in the end
+            await self._plane.refresh(await self._plane.connected())
+        if self._sharded not in self._plane.log.state.maps:
+            raise Forgotten(self._sharded)
+
+    async def _as_seen(self, member: Member, was_reached: bool) -> Member:
+        """Find out whether a node is in maintenance mode where the management API does not say."""
+        if not member.running or member.drained is not None:
+            return member
+        if was_reached:
+            return replace(member, drained=False)
+        return replace(member, drained=True if await self._plane.refuses(member.node) else None)
 
     async def _open_exchange(
         self, session: Session, logical: str, policy: Policy, current: ShardMap | None
@@ -159,8 +206,9 @@ class Manager:
         names = {member.name for member in members}
         for member in members:
             own = [shard for shard in shards if _home(shard, names) == member.name]
-            if not own or not member.running:
+            if not own or not member.serves:
                 continue
+            await self._check_not_forgotten()
             try:
                 session = await self._plane.open_at(member.node)
             except Unreachable as error:

@@ -26,7 +26,7 @@ from sharding.cluster.control_plane import TopologyOptions as TopologyOptions
 from sharding.cluster.futures import TopologyFutures
 from sharding.cluster.management import ClusterView, management_api
 from sharding.cluster.plugin_queues import FoundShards, find_shards
-from sharding.cluster.provisioner import Ensured
+from sharding.cluster.provisioner import Ensured, Forgotten
 from sharding.errors import InvalidInput, StaleMap, Unreachable, WarrenError
 from sharding.maps.consumer_spread import least_consumers
 from sharding.maps.differences import state_difference
@@ -268,7 +268,9 @@ class Topology:
         done, failure = [], None
         for logical in sorted(self.state.maps):
             try:
-                done.append(self.ensure(logical))
+                done.append(self.result(self.futures.ensure(logical, only_sharded=True)))
+            except Forgotten as error:
+                logger.info("%s", error)
             except WarrenError as error:
                 failure = failure or error
         if failure is not None:
@@ -313,7 +315,7 @@ class Topology:
         for listener in list(self._listeners):
             try:
                 listener(old, new)
-            except Exception:
+            except BaseException:  # an exit too would end the thread, and with it every answer
                 logger.exception("a listener of the topology failed")
 
     def _wait(self, future: Future[T], timeout: float) -> T:

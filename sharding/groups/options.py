@@ -66,6 +66,13 @@ class GroupOptions:
     """A handler that takes longer is counted as hanging, its message is a dead letter, and its
     thread is replaced; Python can't end it. None: handlers may take as long as they like, and a
     shard is not given to another worker before they end."""
+    consumer_timeout: float | None = 1800.0
+    """The broker's `consumer_timeout`, which no API tells; this is its default. A broker (classic
+    queues up to RabbitMQ 4.2) closes the channel of a consumer that has had a message for longer,
+    begun or not, and the shard is lost in the middle of whatever runs. So before messages have
+    waited here for half of it, the shard is taken anew: what runs is finished, the rest goes back
+    to its place, and the time begins again. None: the broker has none. Streams know no such
+    time."""
     max_lost_threads: int = 8
     """How many hanging threads are tolerated; one more, and the worker stops with an error."""
     stop_timeout: float = 30.0
@@ -107,6 +114,8 @@ class GroupOptions:
             _seconds(name, getattr(self, name), 0.01)
         if self.handler_timeout is not None:
             _seconds("handler_timeout", self.handler_timeout, 0.001)
+        if self.consumer_timeout is not None:
+            _seconds("consumer_timeout", self.consumer_timeout, 0.1)
         if not isinstance(self.retry, Retry):
             raise InvalidInput("retry", "must be a Retry", self.retry)
         if self.prefetch > 65535:

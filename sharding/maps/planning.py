@@ -5,7 +5,9 @@ The rules are the plugin's, with the map made explicit:
 * every member node has shards 0 to shards-per-node − 1;
 * a shard once made stays, also when shards-per-node is lowered: its messages are not lost;
 * a node that is down keeps its shards; only a node that left the cluster loses them;
-* under `on_unavailable: move` the shards of a node that is down are marked away.
+* under `on_unavailable: move` the shards of a node that is down are marked away;
+* a node in maintenance mode runs, but lets no client in: here it counts as one that is down. Where
+  nobody can tell, what the map says of its shards stays.
 """
 
 from __future__ import annotations
@@ -24,10 +26,18 @@ class Member:
 
     node: Node
     running: bool
+    drained: bool | None = False
+    """In maintenance mode: it has closed its listeners and all connections of clients. None where
+    that is not known: the management API of 3.10 does not tell."""
 
     @property
     def name(self) -> str:
         return self.node.name
+
+    @property
+    def serves(self) -> bool:
+        """Whether clients can work with its shards, as far as is known."""
+        return self.running and not self.drained
 
 
 def wanted_shards(
@@ -36,11 +46,10 @@ def wanted_shards(
     """The shards that there should be, in order; a new one is wanted on the node in its name."""
     here = {member.name for member in members}
     kept = {shard.name: shard for shard in existing if shard.node in here}
-    running = {member.name for member in members if member.running}
     for member in members:
         for index in range(policy.shards_per_node):
             name = str(ShardName(logical, member.name, index))
-            if name not in kept and member.name in running:
+            if name not in kept and member.serves:
                 kept[name] = Shard(name, member.name)
     return [kept[name] for name in sorted(kept, key=_by_node_and_index)]
 
@@ -55,9 +64,17 @@ def next_map(
     exchange: str,
 ) -> ShardMap | None:
     """The map of these shards; None if there is nothing to say that the current one does not."""
-    running = {member.name for member in members if member.running}
+    serving = {member.name for member in members if member.serves}
+    unknown = {member.name for member in members if member.running and member.drained is None}
+    away = {shard.name for shard in (current.shards if current else ()) if not shard.available}
     moves = policy.on_unavailable is OnUnavailable.MOVE
-    placed = tuple(replace(shard, available=not moves or shard.node in running) for shard in shards)
+
+    def is_available(shard: Shard) -> bool:
+        if shard.node in unknown and shard.name in away:
+            return not moves
+        return not moves or shard.node in serving
+
+    placed = tuple(replace(shard, available=is_available(shard)) for shard in shards)
     if not any(shard.available for shard in placed):
         return None  # there is nowhere to move the keys to
     known = {node.name: node for node in (current.nodes if current else ())}

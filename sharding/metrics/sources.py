@@ -149,6 +149,7 @@ METRICS: Sequence[Metric] = (
         redelivered="Messages that a worker had been given before.",
         taken="Shards taken over.",
         released="Shards given up in order.",
+        renewed="Of those, taken anew at once because messages waited too long.",
         lost="Shards lost with their node or connection.",
         refused="Shards that another worker still held.",
         late_handovers="Partitions given up while a handler was at work.",

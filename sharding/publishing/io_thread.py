@@ -12,7 +12,7 @@ from pika.spec import Basic
 from sharding.maps.shard_map import ShardMap
 from sharding.maps.slots import Key
 from sharding.publishing.addressing import Encoded
-from sharding.publishing.ledger import Ledger, Message
+from sharding.publishing.ledger import Ledger, Message, Wait
 from sharding.publishing.node_link import NodeLink
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class IoThread:
         self._persistent: dict[str, Encoded] = {}
         self._ticking = False
         self._releasing = False
+        self._stopping = False
         self._open_links = 0
 
     # Called from any thread.
@@ -54,8 +55,8 @@ class IoThread:
     def wake(self) -> None:
         self._loop.add_callback_threadsafe(self._on_wake)
 
-    def mark(self, number: int) -> None:
-        self._loop.add_callback_threadsafe(lambda: self._on_mark(number))
+    def watch(self, wait: Wait) -> None:
+        self._loop.add_callback_threadsafe(lambda: self._on_watch(wait))
 
     def stop(self, grace: float) -> None:
         self._loop.add_callback_threadsafe(lambda: self._on_stop(grace))
@@ -65,7 +66,7 @@ class IoThread:
     def run(self) -> None:
         try:
             self._loop.start()
-        except Exception:
+        except BaseException:
             log.exception("the publisher's thread ends: nothing more is sent")
         finally:
             self._add_inbox()
@@ -93,16 +94,16 @@ class IoThread:
             for link in self._links.values():
                 link.exchange = exchange
 
-    def _on_mark(self, number: int) -> None:
+    def _on_watch(self, wait: Wait) -> None:
         self._on_wake()
-        self._ledger.mark(number)
+        self._ledger.watch(wait)
         self._release()
 
     def _on_tick(self) -> None:
         self._ticking = False
         try:
             shard_map = self._routing.shard_map(self._ledger.shard_map.logical)
-        except Exception:
+        except BaseException:  # an exit too, see `_release`
             shard_map = None  # whoever publishes next is told; what waits keeps its shard
         if shard_map is not None:
             self._ledger.follow(shard_map)
@@ -125,6 +126,10 @@ class IoThread:
             self._loop.call_later(TICK, self._on_tick)
 
     def _on_stop(self, grace: float) -> None:
+        self._loop.call_later(grace, self._abort)
+        if self._stopping:  # two threads close the publisher; the shorter time counts
+            return
+        self._stopping = True
         self._add_inbox()
         self._ledger.abandon("the publisher was closed before it was settled")
         self._release()
@@ -133,7 +138,6 @@ class IoThread:
             link.close(self._on_link_closed)
         if not self._links:
             self._loop.stop()
-        self._loop.call_later(grace, self._abort)
 
     def _on_link_closed(self) -> None:
         self._open_links -= 1
@@ -206,7 +210,7 @@ class IoThread:
         for shard in self._ledger.take_suspects():
             try:
                 self._routing.suspect(shard)
-            except Exception:  # another's fault must not end this thread
+            except BaseException:  # another's fault, or exit, must not end this thread
                 log.exception("routing.suspect failed for %r", shard)
 
     # What the links tell.

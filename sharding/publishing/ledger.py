@@ -41,10 +41,38 @@ from sharding.outcomes import Outcome, Result, Tally
 P = TypeVar("P")
 
 
+class Account:
+    """The messages of one caller: how many are unsettled, and what became of the others."""
+
+    __slots__ = ("freed", "last_number", "tally", "unsettled")
+
+    def __init__(self, max_results: int) -> None:
+        self.unsettled = 0
+        self.last_number = -1
+        self.tally = Tally(max_results)
+        self.freed = 0
+        """How many were settled since somebody asked."""
+
+
+class Wait:
+    """Somebody who waits until what an account had up to a number is settled."""
+
+    __slots__ = ("account", "given_up", "is_over", "left", "number")
+
+    def __init__(self, account: Account, number: int) -> None:
+        self.account = account
+        self.number = number
+        self.left = 0
+        self.is_over = False
+        """Set by who tells the waiting thread, together with the outcomes."""
+        self.given_up = False
+
+
 class Message(Generic[P]):
     """A message on its way. `P` is the form in which the I/O keeps its properties."""
 
     __slots__ = (
+        "account",
         "body",
         "deadline",
         "key",
@@ -66,7 +94,9 @@ class Message(Generic[P]):
         body: bytes,
         properties: P,
         deadline: float,
+        account: Account,
     ) -> None:
+        self.account = account
         self.number = number
         self.key = key
         self.shard = shard
@@ -138,7 +168,6 @@ class Ledger(Generic[P]):
         self,
         shard_map: ShardMap,
         *,
-        max_results: int = 10_000,
         on_result: Callable[[Result], None] | None = None,
     ) -> None:
         self.shard_map = shard_map
@@ -147,14 +176,12 @@ class Ledger(Generic[P]):
         self._flights: dict[str, Flight[P]] = {}
         self._earliest = float("inf")
         self._on_result = on_result
-        self.tally = Tally(max_results)
         self._suspects: set[str] = set()
         self.unsettled = 0
         self._freed = 0
         self._freed_bytes = 0
-        self._last_number = -1
-        self._mark = -1
-        self._before_mark = 0
+        self._changed: list[Account] = []
+        self._waits: list[Wait] = []
 
     # What is published and sent.
 
@@ -163,7 +190,9 @@ class Ledger(Generic[P]):
         if message.shard_map.epoch > self.shard_map.epoch:
             self.follow(message.shard_map)
         self.unsettled += 1
-        self._last_number = message.number
+        account = message.account
+        account.unsettled += 1
+        account.last_number = message.number
         if message.deadline < self._earliest:
             self._earliest = message.deadline
         return self._enqueue(message)
@@ -221,13 +250,11 @@ class Ledger(Generic[P]):
     # What settles a message.
 
     def acked(self, node: str, tag: int, multiple: bool) -> None:
-        stored = 0
         for message in self._confirmed(node, tag, multiple):
-            stored += 1
             self._free(message)
+            message.account.tally.stored += 1
             if self._on_result is not None:
                 self._on_result(Result(message.number, Outcome.STORED, key=message.key))
-        self.tally.stored += stored
 
     def nacked(self, node: str, tag: int, multiple: bool) -> None:
         for message in self._confirmed(node, tag, multiple):
@@ -321,7 +348,7 @@ class Ledger(Generic[P]):
         if outcome is not Outcome.REFUSED:
             self._suspects.add(message.shard)
         result = Result(message.number, outcome, reason, message.key)
-        self.tally.add((result,))
+        message.account.tally.add((result,))
         if self._on_result is not None:
             self._on_result(result)
 
@@ -330,20 +357,29 @@ class Ledger(Generic[P]):
         self.unsettled -= 1
         self._freed += 1
         self._freed_bytes += len(message.body)
-        if message.number <= self._mark:
-            self._before_mark -= 1
+        account = message.account
+        account.unsettled -= 1
+        if not account.freed:
+            self._changed.append(account)
+        account.freed += 1
+        for wait in self._waits:
+            if wait.account is account and message.number <= wait.number:
+                wait.left -= 1
 
     # What is told.
 
-    def mark(self, number: int) -> None:
-        """Watch for the moment when all messages up to this number are settled. Marks rise.
+    def watch(self, wait: Wait) -> None:
+        """Watch for the moment when all that somebody waits for is settled.
 
-        Others may have published since somebody began to wait; those he does not wait for.
+        Each wait is counted by itself: what is published later, or by others, or waited for by
+        others, does not prolong it.
         """
-        self._mark = number
-        self._before_mark = self.unsettled
-        if number < self._last_number:
-            self._before_mark = sum(1 for each in self._all_unsettled() if each.number <= number)
+        account = wait.account
+        wait.left = account.unsettled
+        if wait.number < account.last_number:
+            mine = (each for each in self._all_unsettled() if each.account is account)
+            wait.left = sum(1 for each in mine if each.number <= wait.number)
+        self._waits.append(wait)
 
     def _all_unsettled(self) -> Iterator[Message[P]]:
         for line in self._lines.values():
@@ -351,10 +387,16 @@ class Ledger(Generic[P]):
         for flight in self._flights.values():
             yield from (message for message in flight if not message.settled)
 
-    @property
-    def settled_through(self) -> int:
-        """The last mark if everything up to it is settled, else -1."""
-        return self._mark if not self._before_mark else -1
+    def take_ended_waits(self) -> list[Wait]:
+        """The waits that have come to their end."""
+        over = [wait for wait in self._waits if not wait.left]
+        self._waits = [wait for wait in self._waits if wait.left and not wait.given_up]
+        return over
+
+    def take_changed(self) -> list[Account]:
+        """The accounts with new outcomes; the caller takes these out of them."""
+        changed, self._changed = self._changed, []
+        return changed
 
     def take_freed(self) -> tuple[int, int]:
         """How many messages and bytes were settled since the last time."""

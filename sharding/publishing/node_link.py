@@ -140,7 +140,7 @@ class NodeLink:
         self.state = State.OPENING
         try:
             self._untried = list(self._parameters(self.node))
-        except Exception as error:  # its text is not ours, and might hold a secret
+        except BaseException as error:  # its text is not ours, and might hold a secret
             self._failed(f"no way to {self.node}: {type(error).__name__}", permanent=False)
             return
         if not self._untried:

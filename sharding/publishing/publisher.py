@@ -4,6 +4,8 @@
         publisher.publish("user-42", b"...")
         report = publisher.flush(timeout=30)
 
+* Whoever shares a publisher takes a `batch()` of it: a report names the messages of one batch. What
+  is published and flushed on the publisher itself is one more batch, of all who do so.
 * One connection to each node that holds shards, opened when first needed; all of them on one I/O
   loop in one thread. `publish` puts a message into a shared list and wakes that thread once for a
   whole batch.
@@ -26,6 +28,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal
@@ -38,10 +42,10 @@ from sharding.maps.naming import MAX_NAME_BYTES
 from sharding.maps.shard_map import ShardKind, ShardMap
 from sharding.maps.slots import Key
 from sharding.metrics.sources import Subject
-from sharding.outcomes import Report, Result, Tally
+from sharding.outcomes import Outcome, Report, Result, Tally
 from sharding.publishing.addressing import Encoded
 from sharding.publishing.io_thread import IoThread, OutgoingMessage, wire
-from sharding.publishing.ledger import Ledger, Message
+from sharding.publishing.ledger import Account, Ledger, Message, Wait
 
 log = logging.getLogger("warren.publisher")
 
@@ -57,14 +61,29 @@ class PublisherClosed(LocalError):
     """The publisher was closed, or its thread has ended."""
 
 
+class _Caller:
+    """Who publishes, and what no report has told him yet. Under the publisher's lock."""
+
+    def __init__(self, max_results: int) -> None:
+        self.account = Account(max_results)
+        self.tally = Tally(max_results)
+        self.pending = 0
+        self.batch: weakref.ref[Batch] | None = None
+        self.told_at_close = False
+
+
 class ShardedPublisher:
     """Publishes to the shards of one logical queue. Any thread may use it. Leaving a `with` block
     closes it, and raises if some message is not stored that no report has named.
 
+    Its own `publish` and `flush` are for one caller, or for many of whom one flushes for all.
+    Where several flush, each takes a `batch()`, and is told of his own messages.
+
     `window` and `window_bytes` bound what is queued and unconfirmed; `publish` waits for room.
     `confirm_timeout` is each message's time from the moment it is accepted until it is settled.
     `on_result` is called with every `Result` in the publisher's own thread: it has to be quick.
-    `max_results` bounds how many messages that are not stored are remembered between two reports.
+    `max_results` bounds how many messages that are not stored are remembered between two reports
+    of a batch.
     `max_message_bytes` is RabbitMQ 4's own limit; a larger body would make the broker end the
     channel and leave the outcome of everything else on it unknown.
     """
@@ -109,14 +128,16 @@ class ShardedPublisher:
         self._next_number = 0
         self._inbox: list[OutgoingMessage] = []
         self._woken = False
-        self._tally = Tally(max_results)
-        self._settled_through = -1
+        self._max_results = max_results
+        self._shared = _Caller(max_results)
+        self._callers: dict[Account, _Caller] = {}  # those with something that is to be told
+        self._settled: Counter[Outcome] = Counter()
         self._closed = False
+        self._closing = 0
+        self._last = Tally(max_results)  # what those who close it now are told
         self._ended = False
 
-        self._io_thread = IoThread(
-            self, shard_map, Ledger(shard_map, max_results=max_results, on_result=_guard(on_result))
-        )
+        self._io_thread = IoThread(self, shard_map, Ledger(shard_map, on_result=_guard(on_result)))
         self._thread = threading.Thread(
             target=self._io_thread.run, name=f"warren-publisher-{logical}", daemon=True
         )
@@ -131,7 +152,7 @@ class ShardedPublisher:
         """How many messages were accepted and what became of them, since the beginning."""
         with self._lock:
             counts = {"accepted": self._next_number, "unsettled": self._used}
-            return counts | self._tally.totals
+            return counts | {str(each): self._settled[each] for each in Outcome}
 
     def __enter__(self) -> ShardedPublisher:
         return self
@@ -160,6 +181,61 @@ class ShardedPublisher:
         `ShardUnavailable` if the key's shard is away, `WindowFull`, `PublisherClosed`, and
         whatever `routing.shard_map` raises.
         """
+        return self._publish(self._shared, key, body, properties, timeout)
+
+    def batch(self) -> Batch:
+        """For one of several who share this publisher: its reports name its own messages only."""
+        with self._lock:
+            self._take_abandoned()
+            return Batch(self, _Caller(self._max_results))
+
+    def flush(self, timeout: float = 30.0) -> Report:
+        """Wait until all that was published before is settled, and report since the last report.
+
+        After `timeout` it reports what there is; `pending` counts what a later report will have.
+        What other threads publish meanwhile is not waited for. What is published through a
+        `batch()` is told by that, or here if nobody has the batch any more.
+        """
+        return self._flush(self._shared, timeout)
+
+    def close(self, timeout: float = 30.0) -> Report:
+        """Flush, give up what is unsettled when the time is over, and end the connections.
+
+        What was not sent is then REFUSED, what was sent UNKNOWN. Returns what no report has told
+        yet, that of batches too; each batch tells its own once more. If several close it at the
+        same time, the shortest time counts, and all get the same report.
+        """
+        self._check_thread("close")
+        began = time.monotonic()
+        share = min(1.0, timeout * CLOSING_SHARE)
+        with self._lock:
+            self._closed = True
+            self._closing += 1
+            self._lock.notify_all()
+        try:
+            with self._lock:
+                self._wait(lambda: not self._used, began + timeout - share)
+            self._io_thread.stop(max(0.0, began + timeout - time.monotonic()) * 0.8)
+            self._thread.join(max(0.0, began + timeout - time.monotonic()))
+            with self._lock:
+                self._gather_untold()
+                return self._last.report(pending=self._used)
+        finally:
+            with self._lock:
+                self._closing -= 1
+                if not self._closing:
+                    self._last = Tally(self._max_results)
+
+    # For batches.
+
+    def _publish(
+        self,
+        caller: _Caller,
+        key: Key,
+        body: bytes | bytearray | memoryview,
+        properties: pika.BasicProperties | None,
+        timeout: float,
+    ) -> int:
         shard_map = self._map_in_force()
         shard = shard_map.shard_of(key).name
         if not isinstance(key, str | bytes):
@@ -189,43 +265,29 @@ class ShardedPublisher:
             self._next_number = number + 1
             self._used += 1
             self._used_bytes += size
+            account = caller.account
+            caller.pending += 1
+            self._callers[account] = caller
             deadline = self._clock() + self._confirm_timeout
-            self._inbox.append(Message(number, key, shard, shard_map, body, encoded, deadline))
+            self._inbox.append(
+                Message(number, key, shard, shard_map, body, encoded, deadline, account)
+            )
             wake = not self._woken
             self._woken = True
         if wake:
             self._io_thread.wake()
         return number
 
-    def flush(self, timeout: float = 30.0) -> Report:
-        """Wait until all that was published before is settled, and report since the last report.
-
-        After `timeout` it reports what there is; `pending` counts what a later report will have.
-        What other threads publish meanwhile is not waited for.
-        """
+    def _flush(self, caller: _Caller, timeout: float) -> Report:
         self._check_thread("flush")
         deadline = time.monotonic() + timeout
         with self._lock:
-            is_settled = self._wait_until_settled(deadline)
-            return self._tally.take_report(pending=0 if is_settled else self._used)
-
-    def close(self, timeout: float = 30.0) -> Report:
-        """Flush, give up what is unsettled when the time is over, and end the connections.
-
-        What was not sent is then REFUSED, what was sent UNKNOWN. Returns the last report.
-        """
-        self._check_thread("close")
-        began = time.monotonic()
-        share = min(1.0, timeout * CLOSING_SHARE)
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._lock.notify_all()
-                self._wait_until_settled(began + timeout - share)
-        self._io_thread.stop(max(0.0, began + timeout - time.monotonic()) * 0.8)
-        self._thread.join(max(0.0, began + timeout - time.monotonic()))
-        with self._lock:
-            return self._tally.take_report(pending=self._used)
+            is_settled = self._wait_until_settled(caller, deadline)
+            if caller is self._shared:
+                self._take_abandoned()
+            if not caller.pending:
+                self._callers.pop(caller.account, None)
+            return caller.tally.take_report(pending=0 if is_settled else caller.pending)
 
     # For application threads, with the lock held.
 
@@ -251,20 +313,46 @@ class ShardedPublisher:
         if self._closed:
             raise PublisherClosed(f"the publisher of {self.logical!r} is closed")
 
-    def _wait_until_settled(self, deadline: float) -> bool:
-        """Whether all that was published before this call is settled."""
-        target = self._next_number - 1
+    def _wait_until_settled(self, caller: _Caller, deadline: float) -> bool:
+        """Whether all that this caller had published before is settled."""
+        if not caller.pending or deadline <= time.monotonic():
+            return not caller.pending
+        wait = Wait(caller.account, self._next_number - 1)
+        self._io_thread.watch(wait)
+        try:
+            self._wait(lambda: wait.is_over or not caller.pending or self._ended, deadline)
+        finally:
+            wait.given_up = True
+        return wait.is_over or not caller.pending
+
+    def _wait(self, is_over: Callable[[], bool], deadline: float) -> None:
         self._waiters += 1
         try:
-            self._io_thread.mark(target)
-            while self._settled_through < target and self._used and not self._ended:
+            while not is_over() and not self._ended:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
                 self._lock.wait(left)
         finally:
             self._waiters -= 1
-        return self._settled_through >= target or not self._used
+
+    def _take_abandoned(self) -> None:
+        """What nobody can ask for any more is told by the publisher itself."""
+        for caller in list(self._callers.values()):
+            if caller.batch is not None and caller.batch() is None and not caller.pending:
+                if not caller.told_at_close:
+                    self._shared.tally.absorb(caller.tally)
+                    self._callers[self._shared.account] = self._shared
+                del self._callers[caller.account]
+
+    def _gather_untold(self) -> None:
+        """For who closes it. A batch may still be asked for its own."""
+        for caller in list(self._callers.values()):
+            if caller is self._shared:
+                self._last.absorb(caller.tally)
+            elif not caller.told_at_close:
+                self._last.include(caller.tally)
+                caller.told_at_close = not caller.pending
 
     # For the I/O thread.
 
@@ -279,8 +367,14 @@ class ShardedPublisher:
         with self._lock:
             self._used -= freed
             self._used_bytes -= freed_bytes
-            self._tally.absorb(ledger.tally)
-            self._settled_through = max(self._settled_through, ledger.settled_through)
+            for account in ledger.take_changed():
+                caller = self._callers[account]
+                caller.pending -= account.freed
+                account.freed = 0
+                self._settled.update(account.tally.counts)
+                caller.tally.absorb(account.tally)
+            for wait in ledger.take_ended_waits():
+                wait.is_over = True
             if ended:
                 self._closed = self._ended = True
             if self._waiters:
@@ -317,6 +411,51 @@ class ShardedPublisher:
     def _check_thread(self, what: str) -> None:
         if threading.current_thread() is self._thread:
             raise LocalError(f"{what}() can't be called from on_result: it would wait for itself")
+
+
+class Batch:
+    """What one caller publishes through a publisher that others use too: made by `batch()`.
+
+    Leaving a `with` block flushes it, and raises if some message of it is not stored that no report
+    has named. Connections and window are the publisher's, and so is its end: what a batch has to
+    tell, it tells after that too.
+    """
+
+    def __init__(self, publisher: ShardedPublisher, caller: _Caller) -> None:
+        self._publisher = publisher
+        self._caller = caller
+        caller.batch = weakref.ref(self)
+
+    def __repr__(self) -> str:
+        return f"<Batch of {self._publisher!r}: {self._caller.pending} unsettled>"
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        report = self.flush()
+        if kind is None:
+            report.raise_for_failures()
+
+    def publish(
+        self,
+        key: Key,
+        body: bytes | bytearray | memoryview,
+        properties: pika.BasicProperties | None = None,
+        *,
+        timeout: float = 30.0,
+    ) -> int:
+        """As `ShardedPublisher.publish`; numbers are the publisher's."""
+        return self._publisher._publish(self._caller, key, body, properties, timeout)
+
+    def flush(self, timeout: float = 30.0) -> Report:
+        """As `ShardedPublisher.flush`, for what was published through this batch."""
+        return self._publisher._flush(self._caller, timeout)
 
 
 def _to_bytes(body: object) -> bytes:

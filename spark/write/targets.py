@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import pika
 
-from interceptors import ShardedPublisher
+from interceptors import Batch, ShardedPublisher
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput
 from sharding.maps.shard_map import ShardKind, ShardMap
@@ -104,7 +104,7 @@ def _queue_sender(
         text = resolve(connect, options).map_text or ""
     broker = Broker(options.amqp_uris, connect.credentials)
     with without_secrets(connect.credentials), link(options, broker, text) as lent:
-        yield QueueSender(lent.publisher, options)
+        yield QueueSender(lent.publisher.batch(), options)
 
 
 def _no_such(kind: str, name: str) -> BadOption:
@@ -218,7 +218,8 @@ PERSISTENT = 2
 # on it, and no executor has to read the log. A map that changes while a task runs is used from the
 # next batch on; a shard that is taken away meanwhile makes the task fail, and loses nothing.
 #
-# A process keeps its publisher, with its connections, from task to task, until a task fails.
+# A process keeps its publisher, with its connections, from task to task, until a task fails. Tasks
+# may use it at the same time (threads of the driver do): each has a batch of its own.
 
 
 @dataclass(frozen=True)
@@ -278,12 +279,12 @@ def link(options: WriteOptions, broker: Broker, map_text: str) -> AbstractContex
 class QueueSender:
     """Publishes the rows of one task."""
 
-    def __init__(self, publisher: ShardedPublisher, options: WriteOptions) -> None:
-        self._publisher = publisher
+    def __init__(self, batch: Batch, options: WriteOptions) -> None:
+        self._batch = batch
         self._options = options
 
     def send(self, messages: Messages) -> None:
-        publish, timeout = self._publisher.publish, self._options.confirm_timeout
+        publish, timeout = self._batch.publish, self._options.confirm_timeout
         keys: Sequence[Any] = messages.keys or ()
         if messages.plain:
             for key, body in zip(keys, messages.bodies, strict=True):
@@ -300,7 +301,7 @@ class QueueSender:
             publish(key, body, basic_properties(properties, headers), timeout=timeout)
 
     def finish(self) -> int:
-        report = self._publisher.flush(self._options.flush_timeout)
+        report = self._batch.flush(self._options.flush_timeout)
         report.raise_for_failures()
         return report.stored
 

@@ -537,6 +537,29 @@ def test_node_without_a_shard_is_refused_as_the_plugin_does(
 
 
 @both_kinds
+def test_what_was_never_sent_is_not_counted(
+    cluster: Cluster, topology: Topology, logical: str, kind: str
+) -> None:
+    async def scenario() -> None:
+        async with opened(cluster.nodes[0], kind, topology) as channel:
+            sharded = await channel.get_exchange(logical)
+            plain = await channel.get_exchange("amq.direct", ensure=False)
+            for exchange in (sharded, plain):
+                await exchange.publish(aio_pika.Message(b"x"), "user-1", mandatory=False)
+                odd: Any = {"can't be encoded": object()}
+                with pytest.raises((TypeError, ValueError)):
+                    await exchange.publish(aio_pika.Message(b"x", headers=odd), "user-1")
+            await channel.close()
+            for exchange in (sharded, plain):
+                with pytest.raises(ChannelInvalidStateError):
+                    await exchange.publish(aio_pika.Message(b"x"), "user-1")
+        counters = {name: count for name, count in channel.counters.items() if count}
+        assert counters == {"published": 2, "confirmed": 2}
+
+    asyncio.run(scenario())
+
+
+@both_kinds
 def test_message_comes_back_to_who_asked_for_it_only(
     cluster: Cluster, topology: Topology, logical: str, kind: str
 ) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -14,8 +16,9 @@ import pytest
 from interceptors import ShardedChannel
 from sharding import Node as SeenNode
 from sharding import Policy, ShardMap, ShardName, Topology
+from sharding.cluster.futures import TopologyFutures
 from sharding.cluster.management import ClusterView
-from sharding.cluster.provisioner import locator_policy
+from sharding.cluster.provisioner import Forgotten, Manager, locator_policy
 from sharding.maps.naming import unrouted
 from sharding.maps.planning import Member
 from tests.cluster import Cluster, Node, wait_until
@@ -198,6 +201,73 @@ def test_node_without_a_known_address_is_told_of_and_gets_its_shards_next_time(
         monkeypatch.undo()
         assert topology.ensure(logical).notes == ()
     assert shards_in_broker(cluster, logical) == names(logical, cluster.nodes, 2)
+
+
+def delete_all(cluster: Cluster, logical: str) -> None:
+    with raw_channel(cluster.nodes[0]) as channel:
+        channel.exchange_delete(logical)
+        for shard in names(logical, cluster.nodes, 1):
+            channel.queue_delete(shard)
+
+
+def is_exchange(cluster: Cluster, logical: str) -> bool:
+    exchanges = cluster.nodes[0].management.get("exchanges", cluster.vhost)
+    return logical in {exchange["name"] for exchange in exchanges}
+
+
+@pytest.mark.parametrize("step", ["_declare_exchange", "_place", "_where"])
+def test_what_another_forgets_in_the_middle_of_a_round_stays_forgotten(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Before one of the manager's steps another process forgets the name and deletes all of it."""
+    logical = fresh_queue()
+    whole = getattr(Manager, step)
+    forgotten = threading.Event()
+    with topology_of(cluster) as topology, topology_of(cluster) as another:
+        set_up(topology, logical, 1)
+
+        def forget() -> None:
+            another.forget(logical)
+            delete_all(cluster, logical)
+
+        async def after_it_was_forgotten(manager: Manager, *given: Any) -> Any:
+            if not forgotten.is_set():
+                forgotten.set()
+                await asyncio.to_thread(forget)
+            return await whole(manager, *given)
+
+        monkeypatch.setattr(Manager, step, after_it_was_forgotten)
+        with pytest.raises(Forgotten):
+            topology.ensure(logical)
+        assert forgotten.is_set()
+        another.refresh(PATIENCE)
+        assert another.shard_map(logical) is None
+        assert not is_exchange(cluster, logical)
+        assert shards_in_broker(cluster, logical) == {}
+        monkeypatch.undo()
+        topology.ensure(logical)  # who says so again shards it again
+        assert shards_in_broker(cluster, logical) == names(logical, cluster.nodes, 1)
+
+
+def test_round_that_began_before_a_name_was_forgotten_does_not_bring_it_back(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = sorted([fresh_queue(), fresh_queue()])
+    with topology_of(cluster) as topology, topology_of(cluster) as another:
+        for logical in (first, second):
+            set_up(topology, logical, 1)
+        whole = TopologyFutures.ensure
+
+        def ensure(futures: TopologyFutures, logical: str, *given: Any, **more: Any) -> Any:
+            if logical == second:
+                another.forget(second)
+            return whole(futures, logical, *given, **more)
+
+        monkeypatch.setattr(TopologyFutures, "ensure", ensure)
+        done = {ensured.shard_map.logical for ensured in topology.ensure_all()}
+        assert first in done
+        assert second not in done
+        assert topology.shard_map(second) is None
 
 
 def test_fourth_node_has_its_shards_while_publishing_goes_on(harmed: Cluster) -> None:

@@ -7,8 +7,9 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -430,6 +431,80 @@ def test_a_shard_is_not_given_to_another_while_its_message_runs(
         wait_until(lambda: len(log.handled) == 12)
     assert Counter(delivery.key for delivery in log.handled) == dict.fromkeys(keys.values(), 2)
     log.check_order()
+
+
+@pytest.mark.parametrize("kind", ["threads", "asyncio"])
+def test_a_shard_is_taken_anew_before_the_broker_gives_its_consumer_up(
+    topology: Topology, images: str, kind: str
+) -> None:
+    let_go = threading.Event()
+    log = Log(lambda _: None if let_go.wait(PATIENCE) else pytest.fail("never let go"))
+
+    async def handle(delivery: Delivery) -> None:
+        await asyncio.to_thread(log, delivery)
+
+    publish(topology, images, 30, keys=1)
+    options = patient.group(consumer_timeout=2)
+
+    def check(group: ConsumerGroup | AioConsumerGroup) -> None:
+        # The first one runs, and all that waits behind it goes back before two seconds are over.
+        wait_until(lambda: group.counters["requeued"])
+        assert len(group.shards) == 6
+        let_go.set()
+        wait_until(lambda: len(log.handled) == 30 and is_whole(group.counters))
+        assert (group.counters["lost"], group.counters["failed"]) == (0, 0)
+
+    def is_whole(counters: Mapping[str, float]) -> bool:
+        return 1 <= counters["renewed"] == counters["released"] == counters["taken"] - 6
+
+    async def run_on_a_loop() -> None:
+        async with AioConsumerGroup(topology, images, handle, options=options) as group:
+            await asyncio.to_thread(check, group)
+
+    if kind == "asyncio":
+        asyncio.run(run_on_a_loop())
+    else:
+        with ConsumerGroup(topology, images, log, options=options) as group:
+            check(group)
+    assert log.numbers() == list(range(30))
+    assert log.handled[1].redelivered
+    assert messages_left(topology, images) == 0
+
+
+@pytest.mark.twin(
+    "integration/test_queue_groups.py::"
+    "test_a_shard_is_taken_anew_before_the_broker_gives_its_consumer_up"
+)
+def test_the_broker_takes_no_shard_whose_messages_wait_for_longer_than_its_consumer_timeout(
+    cluster: Cluster, topology: Topology
+) -> None:
+    if tuple(map(int, cluster.version.split(".")[:2])) < (3, 12):
+        pytest.skip("the time of one queue can be set from 3.12 on")
+    names = {fresh_queue(): 4.0, fresh_queue(): None}
+    for logical in names:
+        policy = Policy.exactly(logical, 1, name=logical)
+        arguments = {"x-consumer-timeout": 4_000}  # looked at once a minute
+        topology.set_policy(replace(policy, queue_arguments=arguments))
+        topology.ensure(logical)
+        publish(topology, logical, 400, keys=1)
+    logs = {logical: Log(lambda _: time.sleep(0.5)) for logical in names}
+    with ExitStack() as workers:
+        groups = [
+            workers.enter_context(
+                ConsumerGroup(
+                    topology, logical, logs[logical], options=patient.group(consumer_timeout=limit)
+                )
+            )
+            for logical, limit in names.items()
+        ]
+        renewing, plain = groups
+        wait_until(lambda: plain.counters["lost"], 5 * PATIENCE)  # the broker means it
+        counters = renewing.counters
+    assert counters["renewed"] > 1
+    assert counters["lost"] == 0
+    handled = next(iter(logs.values())).numbers()
+    assert handled == list(range(len(handled)))
+    assert len(handled) > 50
 
 
 def test_new_shards_are_read_without_a_restart(topology: Topology, images: str) -> None:

@@ -19,6 +19,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from sharding.groups.handling.delivery import (
     BatchFailed,
@@ -44,7 +45,11 @@ class Ticket:
     delivery: Delivery
     on_done: OnDone
     number: int
+    since: float = 0.0
+    """When it was submitted."""
     tries: int = 0
+    earlier: int = 0
+    """How often it was tried before it was given back and came again."""
     alone: bool = False
 
 
@@ -78,9 +83,13 @@ class Lanes:
         self._begun: dict[str, int] = {}  # by shard, the last number that was begun
         self._count = 0
 
-    def add(self, lane: Hashable, delivery: Delivery, on_done: OnDone, now: float) -> None:
+    def add(
+        self, lane: Hashable, delivery: Delivery, on_done: OnDone, now: float, earlier: int = 0
+    ) -> None:
         self._count += 1
-        ticket = Ticket((delivery.shard, lane), delivery, on_done, self._count)
+        ticket = Ticket(
+            (delivery.shard, lane), delivery, on_done, self._count, now, earlier, earlier
+        )
         state = self._lanes.setdefault(ticket.lane, _Lane())
         state.waiting.append(ticket)
         if not state.out:
@@ -160,6 +169,13 @@ class Lanes:
                     del self._lanes[id_]
         return sorted(trimmed, key=lambda ticket: ticket.number)
 
+    def __iter__(self) -> Iterator[Ticket]:
+        """All that waits, for its turn or for its next attempt."""
+        for lane in self._lanes.values():
+            yield from lane.waiting
+        for _, _, job in self._later:
+            yield from job.tickets
+
     def drop_all(self) -> list[Ticket]:
         return [
             ticket
@@ -199,7 +215,11 @@ class Lanes:
 
     def _single(self, now: float) -> Job | None:
         lane = next(self._in_turn(now), None)
-        return None if lane is None else Job([self._take(lane)])
+        return None if lane is None else self._alone(lane)
+
+    def _alone(self, lane: LaneId) -> Job:
+        ticket = self._take(lane)
+        return Job([ticket], ticket.earlier)
 
     def _batch(self, now: float) -> Job | None:
         chosen: dict[LaneId, int] = {}
@@ -207,7 +227,7 @@ class Lanes:
         for lane in self._in_turn(now):
             waiting = self._lanes[lane].waiting
             if waiting[0].alone:
-                return Job([self._take(lane)])
+                return self._alone(lane)
             few = [ticket.alone for ticket, _ in zip(waiting, range(room), strict=False)]
             chosen[lane] = few.index(True) if True in few else len(few)
             room -= chosen[lane]
@@ -311,8 +331,10 @@ class Scheduler:
         self._lanes = Lanes(options.batch_size, options.batch_wait)
         self._in_hand = 0
         self._out: dict[Ticket, None] = {}  # with a handler, or being stored as a dead letter
+        self._with_handler: set[Ticket] = set()
         self._refused: set[str] = set()
         self._forsaken: set[Ticket] = set()
+        self._given_back: dict[str, dict[Hashable, tuple[bytes, int]]] = {}  # tried, by shard
         self._releases: list[tuple[set[Ticket], OnReleased]] = []
         self._stopping = False
         self.counters: Counter[str] = Counter(
@@ -334,7 +356,10 @@ class Scheduler:
 
     def submit(self, lane: Hashable, delivery: Delivery, on_done: OnDone, now: float) -> None:
         self._in_hand += 1
-        self._lanes.add(lane, delivery, on_done, now)
+        body, tries = self._given_back.get(delivery.shard, {}).pop(lane, (b"", 0))
+        if not delivery.redelivered or delivery.body != body:
+            tries = 0
+        self._lanes.add(lane, delivery, on_done, now, tries)
 
     def set_lease(self, shard: str, until: float | None) -> None:
         self._lanes.set_lease(shard, until)
@@ -344,6 +369,7 @@ class Scheduler:
         if job is not None:
             job.tries += 1
             self._out.update(dict.fromkeys(job.tickets))
+            self._with_handler.update(job.tickets)
             for ticket in job.tickets:
                 ticket.tries += 1
                 if ticket.tries > 1:
@@ -353,8 +379,17 @@ class Scheduler:
     def next_time(self, now: float) -> float | None:
         return self._lanes.next_time(now)
 
+    def waiting_since(self) -> dict[str, float]:
+        """By shard, since when the first message is in hand that no handler is at work on."""
+        since: dict[str, float] = {}
+        for ticket in chain(self._lanes, self._out.keys() - self._with_handler):
+            shard = ticket.delivery.shard
+            since[shard] = min(ticket.since, since.get(shard, ticket.since))
+        return since
+
     def finish(self, job: Job, end: BaseException | Hung | None, now: float) -> list[Settled]:
         """Settle what can be settled of a job, and put the rest where it belongs."""
+        self._with_handler.difference_update(job.tickets)
         done = len(job.tickets)
         if end is not None:
             self.counters["hung" if isinstance(end, Hung) else "failed"] += 1
@@ -365,6 +400,8 @@ class Scheduler:
         if not rest.tickets or end is None:
             return settled
         leaving = {ticket for ticket in rest.tickets if self._is_leaving(ticket)}
+        for ticket in leaving:
+            self._remember(ticket)
         settled += [self._settle(t, GivenBack(), now) for t in rest.tickets if t in leaving]
         rest.tickets = [ticket for ticket in rest.tickets if ticket not in leaving]
         return settled + (self._after_failure(rest, end, now) if rest.tickets else [])
@@ -376,7 +413,12 @@ class Scheduler:
         among what `take_released` returns when that is settled.
         """
         self._refused.add(shard)
-        settled = [self._give_back(ticket) for ticket in self._lanes.drop(shard)]
+        dropped = self._lanes.drop(shard)
+        if dropped:
+            self._given_back[shard] = {}
+        for ticket in dropped:
+            self._remember(ticket)
+        settled = [self._give_back(ticket) for ticket in dropped]
         running = {ticket for ticket in self._out if ticket.delivery.shard == shard}
         self._forsaken |= running
         if running:
@@ -450,6 +492,15 @@ class Scheduler:
         if isinstance(outcome, GivenBack):
             self.counters["requeued"] += 1
         return ticket, outcome
+
+    def _remember(self, ticket: Ticket) -> None:
+        """A shard that is taken anew brings its messages in the old order: the first of a key is
+        the one that was tried. Its attempts go on where they were, else they would have no end.
+        In batches it is not told which of them were its own, so there they begin anew."""
+        if ticket.tries and self._options.batch_size == 1:
+            shard, lane = ticket.lane
+            tried = self._given_back.setdefault(shard, {})
+            tried[lane] = (ticket.delivery.body, ticket.tries)
 
     def _give_back(self, ticket: Ticket) -> Settled:
         """For what the lanes have dropped already."""

@@ -87,6 +87,9 @@ class HandlerTasks:
         self._scheduler.set_lease(shard, until)
         self._begin()
 
+    def waiting_since(self) -> Mapping[str, float]:
+        return self._scheduler.waiting_since()
+
     def wind_down(self) -> None:
         """Begin nothing more, and give back what is not running."""
         self._stopping = True

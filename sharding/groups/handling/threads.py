@@ -118,6 +118,10 @@ class HandlerThreads:
             self._scheduler.set_lease(shard, until)
             self._changed.notify_all()
 
+    def waiting_since(self) -> Mapping[str, float]:
+        with self._changed:
+            return self._scheduler.waiting_since()
+
     def wind_down(self) -> None:
         """Begin nothing more, and give back what is not running."""
         with self._changed:

@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -54,6 +54,8 @@ class Runner(Protocol):
     def accept(self, shard: str) -> None: ...
 
     def set_lease(self, shard: str, until: float | None) -> None: ...
+
+    def waiting_since(self) -> Mapping[str, float]: ...
 
 
 class ShardReader:

@@ -28,7 +28,7 @@ from sharding.groups.queues.shard_reader import (
     ShardReader,
     is_in_use,
 )
-from sharding.groups.sharing.assignment import Assignment, Hands
+from sharding.groups.sharing.assignment import Assignment, Hands, Renewals
 from sharding.groups.sharing.roster import Announcement, Kind, Roster
 from sharding.maps.naming import check_name
 from sharding.maps.shard_map import ShardMap
@@ -39,6 +39,7 @@ LOOK_INTERVAL = 0.25
 COUNTED = (
     "taken",
     "released",
+    "renewed",
     "lost",
     "refused",
     "redelivered",
@@ -71,6 +72,8 @@ class QueueWorker:
         self._taking: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._assignment = Assignment(me, options)
+        self._renewals = Renewals(options.consumer_timeout)
+        self._renewing: set[str] = set()
         self._locks_proved: set[str] = set()
         self._changed = asyncio.Event()
         self._failure: WarrenError | None = None
@@ -94,7 +97,7 @@ class QueueWorker:
 
     def held(self) -> frozenset[str]:
         """The shards this worker holds now, those it is about to leave included."""
-        return frozenset(self._readers)
+        return frozenset(self._readers) | self._renewing
 
     def look_again(self) -> None:
         self._changed.set()
@@ -155,6 +158,10 @@ class QueueWorker:
             self._start(self._leaving, shard, self._give_up(shard))
         for shard in moves.take:
             self._start(self._taking, shard, self._take(shard))
+        if self._renewals.is_time_to_look(self._clock()):
+            for shard in self._renewals.due(self._clock(), self._runner.waiting_since()):
+                if shard in self._readers and shard not in self._leaving:
+                    self._start(self._leaving, shard, self._renew(shard))
 
     def _follow_map(self) -> None:
         shard_map = self._shard_map()
@@ -259,11 +266,25 @@ class QueueWorker:
         else:
             self.counters["lost"] += 1
             logger.warning("%r is lost: %s", shard, reader.channel.closed.result())
-        self._membership.announce()
+        if shard not in self._renewing:  # others would reach for it
+            self._membership.announce()
         self.look_again()
 
     async def _give_up(self, shard: str) -> None:
         await self._readers[shard].give_up()
+
+    async def _renew(self, shard: str) -> None:
+        """Give a shard up and take it again at once, so that the broker counts from the start."""
+        logger.info("%r is taken anew: messages of it wait too long", shard)
+        self._renewing.add(shard)
+        try:
+            await self._readers[shard].give_up()
+            self.counters["renewed"] += 1
+            if shard in self._homes and not self._winding_down:
+                await self._take(shard)
+        finally:
+            self._renewing.discard(shard)
+            self._membership.announce()
 
 
 # Announcements between the workers of a group, over a fanout exchange. Thin I/O.

@@ -234,3 +234,38 @@ class Assignment:
         for shard in take:
             attempts.begin(shard, now)
         return Moves(take, leave)
+
+
+# When a shard of a queue is taken anew, though it stays with its worker. The rules:
+#
+# 1. The broker gives a consumer `consumer_timeout` for each message, counted from its delivery,
+#    whether it is begun or waits here for its turn, for its next attempt or for its dead letter to
+#    be stored. Then it closes the channel, in the middle of whatever runs.
+# 2. A shard is taken anew when something of it has waited for two fifths of that time. It is looked
+#    at every tenth, so none waits for longer than half.
+# 3. What a handler is at work on does not count: it can't be given back. So handlers have the other
+#    half, and only one that takes longer than that may lose its shard.
+
+WAIT_SHARE = 0.4
+LOOK_SHARE = 0.1
+
+
+class Renewals:
+    """Which shards to take anew, of a worker that looks as often as it likes."""
+
+    def __init__(self, consumer_timeout: float | None) -> None:
+        self._consumer_timeout = consumer_timeout
+        self._next_look = float("-inf")
+
+    def is_time_to_look(self, now: float) -> bool:
+        """To ask for all that waits costs something, so it is not done at each look."""
+        if self._consumer_timeout is None or now < self._next_look:
+            return False
+        self._next_look = now + self._consumer_timeout * LOOK_SHARE
+        return True
+
+    def due(self, now: float, waiting_since: Mapping[str, float]) -> list[str]:
+        if self._consumer_timeout is None:
+            return []
+        longest = self._consumer_timeout * WAIT_SHARE
+        return [shard for shard, since in waiting_since.items() if now - since >= longest]

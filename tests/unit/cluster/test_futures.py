@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,7 +15,8 @@ import pytest
 
 from sharding import InvalidInput, ShardMap, Topology
 from sharding.cluster.topology import TopologyOptions
-from sharding.errors import Unreachable
+from sharding.errors import LocalError, Unreachable
+from sharding.maps.map_log import State
 
 OPTIONS = TopologyOptions(connect_timeout=0.2, answer_timeout=0.2, change_timeout=0.5)
 
@@ -90,3 +92,22 @@ def test_a_topology_may_be_closed_on_its_own_thread(url: str) -> None:
     assert closed.wait(10)
     topology._thread.join(10)
     assert not topology._thread.is_alive()
+
+
+def test_application_that_exits_in_the_topologys_thread_does_not_end_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(*_: object) -> Any:
+        sys.exit("not the topology's end")
+
+    with Topology(url, options=replace(OPTIONS, change_timeout=60)) as topology:
+        topology.subscribe(leave)
+        topology._loop.call_soon_threadsafe(topology._on_change, State(), State())
+        unanswered = topology.futures.ready(0.3)
+        unanswered.add_done_callback(leave)
+        assert "could not be read" in failure(unanswered)
+        monkeypatch.setattr(topology._plane, "change", lambda step: step(State()))
+        with pytest.raises(LocalError, match="SystemExit"):
+            topology.change(leave)
+        assert topology._thread.is_alive()
+        assert "could not be read" in failure(topology.futures.ready(0.3))

@@ -19,6 +19,7 @@ from sharding.groups.sharing.assignment import (
     Cause,
     Hands,
     Moves,
+    Renewals,
     in_hashed_order,
 )
 from sharding.groups.sharing.roster import Announcement, Kind, Roster
@@ -524,3 +525,24 @@ def test_what_a_worker_does_not_take_that_should_is_not_left_unread(seed: int, l
     group.workers[-1].does_nothing = True  # it announces, and takes nothing: it has no right, say
     group.until(lambda: group.taken.keys() == SHARDS, 20)
     assert not group.workers[-1].held
+
+
+# Taking a shard anew.
+
+
+def test_shard_is_taken_anew_before_its_messages_have_waited_for_half_of_the_brokers_time() -> None:
+    renewals = Renewals(consumer_timeout=100)
+    since = {"old": 0.0, "young": 30.0}
+    renewed: dict[str, float] = {}
+    for now in range(100):
+        if renewals.is_time_to_look(now):
+            for shard in renewals.due(now, since):
+                renewed.setdefault(shard, now)
+    assert renewed.keys() == since.keys()
+    assert all(40 <= at - since[shard] <= 50 for shard, at in renewed.items()), renewed
+
+
+def test_shard_is_never_taken_anew_where_the_broker_has_no_such_time() -> None:
+    renewals = Renewals(None)
+    assert not renewals.is_time_to_look(1e9)
+    assert renewals.due(1e9, {"old": 0.0}) == []

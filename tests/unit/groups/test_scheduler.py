@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -278,3 +279,68 @@ def test_stopping_gives_everything_back_that_is_not_running(size: int) -> None:
     runner.finish(running, FAILURE)
     assert set(runner.ends.values()) == {GivenBack()}
     assert runner.scheduler.in_hand == 0
+
+
+def test_what_no_handler_is_at_work_on_waits_since_it_came() -> None:
+    runner = Runner()
+    assert runner.scheduler.waiting_since() == {}
+    runner.now = 1
+    runner.add("a1")
+    runner.now = 2
+    runner.add("a2", "b1", shard="other")
+    assert runner.scheduler.waiting_since() == {"s": 1, "other": 2}
+    _, first = runner.begin()
+    assert runner.scheduler.waiting_since() == {"other": 2}
+    runner.finish(first, FAILURE)  # it waits for its next attempt
+    assert runner.scheduler.waiting_since() == {"s": 1, "other": 2}
+
+
+def test_what_is_stored_as_a_dead_letter_waits_too() -> None:
+    runner = Runner(retry=Retry(attempts=1))
+    runner.add("a1")
+    _, job = runner.begin()
+    [(ticket, dead)] = runner.scheduler.finish(job, FAILURE, 5)
+    assert runner.scheduler.waiting_since() == {"s": 0}
+    assert isinstance(dead, Dead)
+    dead.stored()
+    assert runner.scheduler.waiting_since() == {}
+    assert ticket.tries == 1
+
+
+def test_attempts_go_on_where_they_were_when_a_shard_is_taken_anew() -> None:
+    runner = Runner()
+    came_again = Delivery(b"a1", "a", "s", redelivered=True)
+    runner.add("a1", "a2")
+    _, job = runner.begin()
+    runner.finish(job, FAILURE)
+    runner.tell(runner.scheduler.release("s", lambda: None)[0])
+    runner.tell(runner.scheduler.release("s", lambda: None)[0])  # the reader does so once more
+    assert runner.ends == {"a1": GivenBack(), "a2": GivenBack()}
+    runner.scheduler.accept("s")
+    for delivery in (came_again, replace(came_again, body=b"a2")):
+        runner.scheduler.submit("a", delivery, lambda _: None, runner.now)
+    attempts = []
+    for _ in range(2):
+        runner.now += 10
+        _, job = runner.begin()
+        attempts.append(job.tickets[0].delivery.attempt)
+        settled = runner.scheduler.finish(job, FAILURE, runner.now)
+    assert attempts == [2, 3]
+    [(_, dead)] = settled
+    assert isinstance(dead, Dead)
+    assert dead.attempts == 3
+    dead.stored()
+    names, job = runner.begin()
+    assert (names, job.tickets[0].delivery.attempt) == (["a2"], 1)
+
+
+def test_attempts_of_another_message_are_not_taken_for_those_of_the_one_before() -> None:
+    runner = Runner()
+    runner.add("a1")
+    _, job = runner.begin()
+    runner.tell(runner.scheduler.release("s", lambda: None)[0])
+    runner.finish(job, FAILURE)  # it ran when the shard was left
+    runner.scheduler.accept("s")
+    runner.add("a2")
+    _, job = runner.begin()
+    assert job.tickets[0].delivery.attempt == 1

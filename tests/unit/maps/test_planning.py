@@ -42,6 +42,47 @@ def test_node_that_is_down_keeps_its_shards_and_gets_no_new_ones() -> None:
     assert wanted == [shard("a", 0), shard("a", 1), shard("b", 0)]
 
 
+def test_node_in_maintenance_mode_is_treated_as_one_that_is_down() -> None:
+    drained = replace(member("b"), drained=True)
+    members = [member("a"), drained]
+    existing = [shard("a", 0), shard("b", 0)]
+    wanted = wanted_shards("images", POLICY, members, existing)
+    assert wanted == [shard("a", 0), shard("a", 1), shard("b", 0)]
+    moving = replace(POLICY, on_unavailable=OnUnavailable.MOVE)
+    during = next_map("images", moving, members, existing, {}, None, "images")
+    assert during is not None
+    assert [each.available for each in during.shards] == [True, False]
+    after = next_map("images", moving, [member("a"), member("b")], existing, {}, during, "images")
+    assert after is not None
+    assert all(each.available for each in after.shards)
+
+
+def test_maintenance_mode_is_read_from_the_management_api() -> None:
+    nodes = [{"name": "rabbit@a", "running": True, "being_drained": True}]
+    [drained] = members_from(nodes, [])
+    assert drained.running
+    assert not drained.serves
+    [older] = members_from([{"name": "rabbit@a", "running": True}], [])
+    assert older.serves
+    assert older.drained is None
+
+
+def test_where_nobody_tells_of_maintenance_mode_the_map_stays_as_it_is() -> None:
+    moving = replace(POLICY, on_unavailable=OnUnavailable.MOVE)
+    shards = [shard("a", 0), shard("b", 0)]
+    unknown = [member("a"), replace(member("b"), drained=None)]
+    plain = next_map("images", moving, unknown, shards, {}, None, "images")
+    assert plain is not None
+    assert all(each.available for each in plain.shards)
+    drained = [member("a"), replace(member("b"), drained=True)]
+    moved = next_map("images", moving, drained, shards, {}, plain, "images")
+    assert moved is not None
+    assert next_map("images", moving, unknown, shards, {}, moved, "images") is None
+    home = next_map("images", moving, [member("a"), member("b")], shards, {}, moved, "images")
+    assert home is not None
+    assert all(each.available for each in home.shards)
+
+
 def test_surplus_is_kept_and_what_left_the_cluster_goes() -> None:
     existing = [shard("a", 0), shard("a", 7), shard("gone", 0)]
     lowered = replace(POLICY, shards_per_node=1)

@@ -9,7 +9,7 @@ import pytest
 
 from sharding import ShardMap
 from sharding.outcomes import Outcome, Report, Result, Tally
-from sharding.publishing.ledger import Flight, Ledger, Message
+from sharding.publishing.ledger import Account, Flight, Ledger, Message, Wait
 from tests.support.maps import queue_map
 
 MAP = queue_map("abc")
@@ -28,17 +28,31 @@ def key_of(shard: str, shard_map: ShardMap = MAP, after: int = 0) -> str:
 class Desk:
     """A ledger, and a hand that publishes and sends."""
 
-    def __init__(self, shard_map: ShardMap = MAP, **options: int) -> None:
+    def __init__(self, shard_map: ShardMap = MAP, max_results: int = 10) -> None:
         self.results: list[Result] = []
-        self.ledger: Ledger[None] = Ledger(shard_map, on_result=self.results.append, **options)
+        self.ledger: Ledger[None] = Ledger(shard_map, on_result=self.results.append)
+        self.account = Account(max_results)
         self._next = 0
 
     def publish(
-        self, shard: str, *, body: bytes = b"", deadline: float = 10.0, key: str | None = None
+        self,
+        shard: str,
+        *,
+        body: bytes = b"",
+        deadline: float = 10.0,
+        key: str | None = None,
+        account: Account | None = None,
     ) -> int:
         number, self._next = self._next, self._next + 1
         message: Message[None] = Message(
-            number, key or key_of(shard), shard, self.ledger.shard_map, body, None, deadline
+            number,
+            key or key_of(shard),
+            shard,
+            self.ledger.shard_map,
+            body,
+            None,
+            deadline,
+            account or self.account,
         )
         self.ledger.add(message)
         return number
@@ -49,6 +63,11 @@ class Desk:
             self.ledger.sent(node, message)
             numbers.append(message.number)
         return numbers
+
+    def watch(self, number: int, account: Account | None = None) -> Wait:
+        wait = Wait(account or self.account, number)
+        self.ledger.watch(wait)
+        return wait
 
     def outcomes(self) -> dict[int, Outcome]:
         numbers = [result.number for result in self.results]
@@ -83,7 +102,7 @@ def test_multiple_ack_stores_all_up_to_it_and_not_twice(desk: Desk) -> None:
     assert sorted(desk.outcomes()) == [0, 1, 2]
     desk.ledger.acked(NODE_A, 0, multiple=True)  # AMQP: all that are outstanding
     assert desk.outcomes() == dict.fromkeys(range(5), Outcome.STORED)
-    assert desk.ledger.tally.take_report() == Report(stored=5)
+    assert desk.account.tally.take_report() == Report(stored=5)
 
 
 def test_ack_of_a_tag_that_was_never_sent_changes_nothing(desk: Desk) -> None:
@@ -274,48 +293,78 @@ def test_shard_that_moves_to_another_node_waits_for_what_is_in_flight(desk: Desk
     assert (desk.send(NODE_A), desk.send(NODE_B)) == ([], [second, third])
 
 
-def test_mark_is_reached_when_all_before_it_are_settled_whatever_comes_after(desk: Desk) -> None:
+def test_wait_ends_when_all_before_it_are_settled_whatever_comes_after(desk: Desk) -> None:
     publish_and_send(desk, 2)
-    desk.ledger.mark(1)
+    wait = desk.watch(1)
     publish_and_send(desk, 1)
     desk.ledger.acked(NODE_A, 3, multiple=False)
     desk.ledger.acked(NODE_A, 1, multiple=False)
-    assert desk.ledger.settled_through == -1
+    assert desk.ledger.take_ended_waits() == []
     desk.ledger.acked(NODE_A, 2, multiple=False)
-    assert desk.ledger.settled_through == 1
+    assert desk.ledger.take_ended_waits() == [wait]
+    assert desk.ledger.take_ended_waits() == []
 
 
-def test_mark_leaves_out_what_was_published_before_it_was_set(desk: Desk) -> None:
+def test_wait_leaves_out_what_was_published_before_it_began(desk: Desk) -> None:
     publish_and_send(desk, 3)
     desk.publish(B)  # waits
     desk.ledger.acked(NODE_A, 1, multiple=False)
-    desk.ledger.mark(1)
-    assert desk.ledger.settled_through == -1
+    short, long = desk.watch(1), desk.watch(3)
+    assert desk.ledger.take_ended_waits() == []
     desk.ledger.acked(NODE_A, 2, multiple=False)
-    assert desk.ledger.settled_through == 1
-    desk.ledger.mark(3)
+    assert desk.ledger.take_ended_waits() == [short]
     desk.ledger.acked(NODE_A, 3, multiple=False)
-    assert desk.ledger.settled_through == -1
+    assert desk.ledger.take_ended_waits() == []
     desk.ledger.refuse_waiting(NODE_B, "no")
-    assert desk.ledger.settled_through == 3
+    assert desk.ledger.take_ended_waits() == [long]
 
 
-def test_mark_waits_for_what_was_not_even_sent(desk: Desk) -> None:
+def test_wait_is_also_for_what_was_not_even_sent(desk: Desk) -> None:
     publish_and_send(desk, 1)
     desk.publish(B)
     desk.publish(C)
-    desk.ledger.mark(1)
+    wait = desk.watch(1)
     desk.ledger.acked(NODE_A, 1, multiple=False)
-    assert desk.ledger.settled_through == -1
+    assert desk.ledger.take_ended_waits() == []
     desk.ledger.refuse_waiting(NODE_B, "no")
-    assert desk.ledger.settled_through == 1
+    assert desk.ledger.take_ended_waits() == [wait]
 
 
-def test_mark_on_what_is_settled_already_is_reached_at_once(desk: Desk) -> None:
+def test_wait_for_what_is_settled_already_ends_at_once(desk: Desk) -> None:
     publish_and_send(desk, 2)
     desk.ledger.returned(NODE_A, lambda _: True, "no route")  # settled, and still in the flight
-    desk.ledger.mark(0)
-    assert desk.ledger.settled_through == 0
+    wait = desk.watch(0)
+    assert desk.ledger.take_ended_waits() == [wait]
+
+
+def test_waits_that_begin_later_do_not_prolong_one(desk: Desk) -> None:
+    publish_and_send(desk, 1)
+    first = desk.watch(0)
+    for number in range(1, 10):
+        publish_and_send(desk, 1)
+        desk.watch(number).given_up = number % 2 == 0
+    desk.ledger.acked(NODE_A, 1, multiple=False)
+    assert desk.ledger.take_ended_waits() == [first]
+    desk.ledger.acked(NODE_A, 10, multiple=True)
+    assert [wait.number for wait in desk.ledger.take_ended_waits()] == [1, 3, 5, 7, 9]
+
+
+def test_each_account_has_its_own_outcomes_and_waits_for_its_own_messages(desk: Desk) -> None:
+    other = Account(10)
+    desk.publish(A)
+    lost = desk.publish(A, body=b"lost", account=other)
+    desk.publish(A)
+    desk.send(NODE_A)
+    mine, others = desk.watch(2), desk.watch(2, other)
+    desk.ledger.returned(NODE_A, lambda message: message.body == b"lost", "no route")
+    assert desk.ledger.take_ended_waits() == [others]
+    assert desk.ledger.take_changed() == [other]
+    desk.ledger.acked(NODE_A, 3, multiple=True)
+    assert desk.ledger.take_ended_waits() == [mine]
+    assert desk.ledger.take_changed() == [desk.account]
+    assert (desk.account.freed, other.freed) == (2, 1)
+    assert desk.account.tally.take_report() == Report(stored=2)
+    assert [each.number for each in other.tally.take_report().not_stored] == [lost]
 
 
 def test_settled_messages_give_their_room_back_once(desk: Desk) -> None:
@@ -333,11 +382,11 @@ def test_results_are_remembered_within_their_bound_and_all_counted() -> None:
         desk.publish(A)
     desk.ledger.refuse_waiting(NODE_A, "no")
     shared = Tally(max_results=3)
-    shared.absorb(desk.ledger.tally)
+    shared.absorb(desk.account.tally)
     desk.publish(A)
     desk.publish(A)
     desk.ledger.refuse_waiting(NODE_A, "no")
-    shared.absorb(desk.ledger.tally)
+    shared.absorb(desk.account.tally)
     report = shared.take_report(pending=4)
     assert report.refused == 7
     assert [result.number for result in report.not_stored] == [0, 1, 5]
@@ -355,7 +404,7 @@ def test_flight_keeps_what_is_not_confirmed(
 ) -> None:
     flight: Flight[None] = Flight()
     for number in range(1, 5):
-        flight.add(Message(number, "k", A, MAP, b"", None, 1.0))
+        flight.add(Message(number, "k", A, MAP, b"", None, 1.0, Account(1)))
     for tag, multiple in confirms:
         list(flight.confirm(tag, multiple))
     assert [message.number for message in flight] == left
