@@ -12,7 +12,11 @@ from typing import Any
 
 import pika
 
+from sharding.amqp.content_header import room_in_frame
 from sharding.errors import InvalidInput
+
+LARGEST_FRAME = 131_072
+"""RabbitMQ's own frame_max, and the most that pika agrees to."""
 
 
 def headers_to(headers: Mapping[str, Any] | None, shard: str) -> dict[str, Any]:
@@ -38,6 +42,16 @@ def addressed(properties: pika.BasicProperties | None, shard: str) -> pika.Basic
     return sent
 
 
+def check_room(size: int, frame_max: int) -> None:
+    """Refuse properties that do not fit into a frame: the broker would end the connection (501),
+    and the outcome of all that is in flight on it would be unknown.
+    """
+    room = room_in_frame(frame_max)
+    if size > room:
+        rule = f"must be at most {room} bytes with the shard's name: AMQP has one frame for them"
+        raise InvalidInput("properties", rule, size)
+
+
 class Encoded(pika.BasicProperties):
     """Properties that are encoded once, when they are published, with the shard in BCC."""
 
@@ -53,6 +67,11 @@ class Encoded(pika.BasicProperties):
             # pika raises whatever comes: AssertionError, struct.error, AttributeError, its own.
             rule = f"must be properties that AMQP can express ({type(error).__name__})"
             raise InvalidInput("properties", rule, plain.headers) from error
+        check_room(len(self._bytes), LARGEST_FRAME)
+
+    @property
+    def size(self) -> int:
+        return len(self._bytes)
 
     def encode(self) -> list[bytes]:
         return [self._bytes]
