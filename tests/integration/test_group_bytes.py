@@ -23,13 +23,14 @@ from tests.cluster.waiting import PATIENCE
 from tests.support import patient
 from tests.support.odd_messages import (
     ASYNCHRONOUS,
+    MAX_HEADER,
     SYNCHRONOUS,
     Expected,
     Handlers,
     Hangs,
     Messages,
 )
-from tests.support.raw_amqp import Raw, RawConnection, sized
+from tests.support.raw_amqp import Raw, RawConnection, short, sized
 from tests.support.sharded import fresh_queue, raw_channel, topology_of
 
 pytestmark = pytest.mark.cluster
@@ -40,7 +41,7 @@ HANGING = 1 / 50
 SEED = int(os.environ.get("WARREN_ODD_SEED", "13"))
 ATTEMPTS = 2
 RETRY = Retry(attempts=ATTEMPTS, first_delay=0.01, max_delay=0.02)
-SIZES = [0, 0, 0, 9, 500, 5_000, 131_064, 131_065, 400_000]
+SIZES = [*[0] * 9, 9, 500, 5_000, 50_000, 131_064, 131_065, 400_000]
 
 Group = ConsumerGroup | AioConsumerGroup
 
@@ -312,3 +313,95 @@ def test_any_message_meets_handlers_that_hang(topology: Topology, place: Place, 
     reasons = trial.check(topology, group)
     assert reasons == {"timeout": len(trial.numbers(Expected.DEAD))}
     assert set(trial.begun.values()) == {1}
+
+
+# Some of them by name.
+
+
+def headers_of(place: Place, *fields: bytes, shard: int = 0) -> bytes:
+    """Encoded properties with these fields, for one shard and the witness."""
+    name = place.shard_map.shards[shard].name
+    copies = b"".join(b"S" + sized(each.encode()) for each in (name, place.witness))
+    return b"\x20\x00" + sized(short(b"BCC") + b"A" + sized(copies) + b"".join(fields))
+
+
+def publish(place: Place, *messages: Raw) -> None:
+    with RawConnection(place.url) as connection:
+        for message in messages:
+            connection.publish(place.shard_map.exchange, message)
+        connection.wait_for_confirms()
+
+
+def refuse(_: Delivery) -> None:
+    raise ValueError("no")
+
+
+@KINDS
+def test_what_python_has_no_value_for_is_shown_as_something_else_and_ends_no_connection(
+    topology: Topology, place: Place, kind: str
+) -> None:
+    milliseconds = struct.pack(">Q", 1_700_000_000_000)
+    fields = [
+        short(b"time") + b"T" + milliseconds,
+        short(b"text") + b"S" + sized(b"\xff\xfe"),
+        short(b"\xff\xfe") + b"d" + struct.pack(">d", 19.99),
+    ]
+    publish(place, Raw(b"k", headers_of(place, *fields), b"x"))
+    seen: list[Delivery] = []
+    with a_group(kind, topology, place.logical, seen.append) as group:
+        wait_until(lambda: group.counters["handled"])
+    assert group.counters["lost"] == 0
+    assert seen[0].headers == {
+        "time": 1_700_000_000_000,
+        "text": b"\xff\xfe",
+        "\udcff\udcfe": 19.99,
+    }
+    assert seen[0].properties.headers == seen[0].headers
+
+
+@KINDS
+def test_keys_that_are_not_utf_8_are_apart_and_go_into_dead_letters_as_they_are(
+    topology: Topology, place: Place, kind: str
+) -> None:
+    keys = [b"\xff", b"\xfe", b"\xff\xff"]
+    publish(place, *(Raw(key, headers_of(place), key) for key in keys))
+    seen: list[str] = []
+
+    def handle(delivery: Delivery) -> None:
+        seen.append(delivery.key)
+        raise ValueError("no")
+
+    with a_group(kind, topology, place.logical, handle) as group:
+        wait_until(lambda: group.counters["dead_lettered"] == len(keys))
+    assert {key.encode("utf-8", "surrogateescape") for key in seen} == {*keys}
+    with RawConnection(place.url) as connection:
+        letters = connection.take_all(place.dead)
+    said = [dict(fields_of(taken_apart(each.properties)[1][HEADERS])) for each in letters]
+    assert [each[b"x-warren-key"][5:] for each in said] == [each.body for each in letters]
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("room", "ours"), [(0, 0), (26, 0), (27, 1), (50, 2), (300, 6)], ids=lambda value: str(value)
+)
+def test_properties_that_fill_a_frame_are_in_the_dead_letter_all_the_same(
+    topology: Topology, place: Place, kind: str, room: int, ours: int
+) -> None:
+    """With room for all of our headers, for some, and not even for the reason."""
+    shard = place.shard_map.shards[0].name
+    start = b"\x20\x00" + sized(short(b"baggage") + b"S" + sized(b""))
+    text = b"x" * (MAX_HEADER - len(start) - room)
+    properties = b"\x20\x00" + sized(short(b"baggage") + b"S" + sized(text))
+    fat = Raw(shard.encode(), properties, b"fat")
+    with RawConnection(place.url) as connection:
+        connection.publish("", fat)
+        connection.wait_for_confirms()
+    with a_group(kind, topology, place.logical, refuse) as group:
+        wait_until(lambda: group.counters["dead_lettered"] == 1)
+    assert group.counters["dead_letter_failures"] == 0
+    with RawConnection(place.url) as connection:
+        (letter,) = connection.take_all(place.dead)
+    assert check_letter(letter, fat) == "failed"
+    names = {name for name, _ in fields_of(taken_apart(letter.properties)[1][HEADERS])}
+    assert (b"x-warren-enclosed" in names) == (not ours)
+    assert ours in (0, len(names & OURS))

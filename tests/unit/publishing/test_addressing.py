@@ -40,3 +40,16 @@ def test_properties_of_the_application_are_left_alone() -> None:
     sent = addressed(given, SHARD)
     assert (sent.priority, sent.headers) == (3, {"a": 1, "BCC": [SHARD]})
     assert given == pika.BasicProperties(headers={"a": 1}, priority=3)
+
+
+def of_size(size: int) -> pika.BasicProperties:
+    """Properties that are so many bytes once the shard is in them."""
+    bare = Encoded(pika.BasicProperties(headers={"baggage": ""}), SHARD).size
+    return pika.BasicProperties(headers={"baggage": "x" * (size - bare)})
+
+
+def test_properties_may_fill_a_frame_and_no_more() -> None:
+    """A frame of 131,072 bytes without its own 8 and the 12 that stand before properties."""
+    assert Encoded(of_size(131_052), SHARD).size == 131_052
+    with pytest.raises(InvalidInput, match="at most 131052 bytes"):
+        Encoded(of_size(131_053), SHARD)
