@@ -75,17 +75,24 @@ def is_retryable(error: BaseException) -> bool:
 def reason(error: BaseException) -> str:
     """What an error says, on one line; what it is, where it says nothing."""
     said = " ".join(words_of(error).split())
-    return said or (
-        "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
-    )
+    return said or ("no answer in time" if isinstance(error, TimeoutError) else kind_of(error))
 
 
 def words_of(error: BaseException) -> str:
-    """An error's own text. One that fails to say it says nothing, and nobody fails with it."""
+    """An error's own text, as text that can be written anywhere.
+
+    One that fails to say it, whatever it raises, says nothing, and nobody fails with it.
+    """
     try:
-        return str(error)
-    except Exception:
+        said = str.__str__(str(error))  # it may be of a class of its own
+    except BaseException:
         return ""
+    return said.encode("utf-8", "backslashreplace").decode()
+
+
+def kind_of(error: BaseException) -> str:
+    """The name of an error's class, also where that has another idea of its name."""
+    return str(type.__dict__["__name__"].__get__(type(error)))
 
 
 def shown(value: object, limit: int = 80) -> str:

@@ -23,6 +23,8 @@ from pika.adapters.utils.connection_workflow import (
 )
 
 from sharding.amqp.connected_node import REPLY_TO, node_token
+from sharding.amqp.content_header import room_in_frame
+from sharding.amqp.received import ReceivedProperties, read_frame
 from sharding.errors import RemoteError, Unreachable, reason
 
 _DROP_TIMEOUT = 1.0
@@ -138,10 +140,15 @@ class _Channel(pika.channel.Channel):
 
 
 class _Connection(AsyncioConnection):
+    _frame_buffer: bytes
+
     def _create_channel(
         self, channel_number: int, on_open_callback: Callable[[pika.channel.Channel], object]
     ) -> pika.channel.Channel:
         return _Channel(self, channel_number, on_open_callback)
+
+    def _read_frame(self) -> tuple[int, Any]:
+        return read_frame(self._frame_buffer)
 
 
 def _close_late(opened: asyncio.Future[pika.channel.Channel]) -> None:
@@ -222,6 +229,8 @@ class Message:
     delivery_tag: int
     routing_key: str = ""
     redelivered: bool = False
+    raw: bytes = b"\0\0"
+    """The properties as they came, whatever becomes of `properties` in other hands."""
 
 
 class Channel:
@@ -237,6 +246,11 @@ class Channel:
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the channel is closed, with the reason."""
         channel.add_on_close_callback(self._on_close)
+
+    @property
+    def room_for_properties(self) -> int:
+        """How many bytes the properties of a message sent here may have."""
+        return room_in_frame(self._channel.connection.params.frame_max)
 
     def close(self) -> None:
         """Ask for it to be closed; the answer is not waited for."""
@@ -329,9 +343,10 @@ class Channel:
     ) -> None:
         """A consumer that the broker cancels, because its queue is gone, closes the channel."""
 
-        def deliver(_: Any, method: Any, properties: pika.BasicProperties, body: bytes) -> None:
+        def deliver(_: Any, method: Any, properties: ReceivedProperties, body: bytes) -> None:
             tag, key = method.delivery_tag, method.routing_key
-            on_message(Message(body, properties, tag, key, method.redelivered))
+            raw = properties.raw
+            on_message(Message(body, properties, tag, key, method.redelivered, raw))
 
         self._channel.add_on_cancel_callback(lambda _: self.close())
 

@@ -9,15 +9,22 @@ returned; one that does not have it is kept, as somebody else's.
 from __future__ import annotations
 
 import copy
+import struct
 from collections.abc import Mapping
 from typing import Any
 
 import pika
 
+from sharding.amqp.content_header import PropertyList, room_in_frame
+from sharding.amqp.field_table import Field, long_string, write_name
+from sharding.amqp.received import EncodedProperties
 from sharding.errors import InvalidInput
 from sharding.maps.naming import SHARDS_KEY
 
 COPIES = ("CC", "BCC")
+
+LARGEST_FRAME = 131_072
+"""RabbitMQ's own frame_max, and the most that pika agrees to."""
 
 
 def headers_to(headers: Mapping[str, Any] | None, shard: str) -> dict[str, Any]:
@@ -42,13 +49,25 @@ def addressed(properties: pika.BasicProperties | None, shard: str) -> pika.Basic
     return sent
 
 
-def forwarded(properties: pika.BasicProperties, shard: str) -> pika.BasicProperties:
-    """The same for a message that was published before, with copies that led nowhere."""
-    given = dict(properties.headers or {})
-    copies = {name: given.pop(name) for name in COPIES if name in given}
-    sent = copy.copy(properties)
-    sent.headers = {**copies, **headers_to(given, shard)}
-    return sent
+def forwarded(raw: bytes, shard: str) -> pika.BasicProperties:
+    """The properties of a message that was published without the way to its shard, to the byte.
+
+    It was kept because its own copies led nowhere, so they may stay; a BCC the broker has removed.
+    """
+    given = PropertyList.parse(raw)
+    keys = b"".join(long_string(write_name(key)) for key in (SHARDS_KEY, shard))
+    way = Field(b"BCC", b"A" + struct.pack(">I", len(keys)) + keys)
+    return EncodedProperties(given.with_table(given.table + way.encoded).encoded)
+
+
+def check_room(size: int, frame_max: int) -> None:
+    """Refuse properties that do not fit into a frame: the broker would end the connection (501),
+    and the outcome of all that is in flight on it would be unknown.
+    """
+    room = room_in_frame(frame_max)
+    if size > room:
+        rule = f"must be at most {room} bytes with the shard's name: AMQP has one frame for them"
+        raise InvalidInput("properties", rule, size)
 
 
 class Encoded(pika.BasicProperties):
@@ -66,6 +85,11 @@ class Encoded(pika.BasicProperties):
             # pika raises whatever comes: AssertionError, struct.error, AttributeError, its own.
             rule = f"must be properties that AMQP can express ({type(error).__name__})"
             raise InvalidInput("properties", rule, plain.headers) from error
+        check_room(len(self._bytes), LARGEST_FRAME)
+
+    @property
+    def size(self) -> int:
+        return len(self._bytes)
 
     def encode(self) -> list[bytes]:
         return [self._bytes]

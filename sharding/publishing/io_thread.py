@@ -9,9 +9,10 @@ import pika
 from pika.adapters.select_connection import IOLoop
 from pika.spec import Basic
 
+from sharding.errors import InvalidInput
 from sharding.maps.shard_map import ShardMap
 from sharding.maps.slots import Key
-from sharding.publishing.addressing import Encoded
+from sharding.publishing.addressing import Encoded, check_room
 from sharding.publishing.ledger import Ledger, Message, Wait
 from sharding.publishing.node_link import NodeLink
 
@@ -174,12 +175,16 @@ class IoThread:
         if self._ledger.flight(link.node).overdue:
             return
         publish, sent = channel.basic_publish, self._ledger.sent
+        frame_max = connection.params.frame_max
         connection.cork()
         for message in self._ledger.waiting_for(link.node):
             try:
                 properties = self._properties(message)
+                check_room(properties.size, frame_max)
                 routing_key = message.key if self._exchange else message.shard
                 publish(self._exchange, cast(str, routing_key), message.body, properties, True)
+            except InvalidInput as error:  # a broker whose frames are smaller than usual, say
+                self._ledger.refuse(message, str(error))
             except Exception as error:  # pika encodes everything before it writes anything
                 log.exception("message %d can't be encoded", message.number)
                 self._ledger.refuse(message, f"can't be encoded: {type(error).__name__}")

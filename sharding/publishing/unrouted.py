@@ -13,6 +13,7 @@ A connection that is lost in between may bring some of them a second time.
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -24,9 +25,12 @@ import pika
 from sharding.amqp.session import ACCESS_REFUSED, Channel, Message, Refused, Session
 from sharding.cluster.topology import Topology
 from sharding.errors import ShardUnavailable, Unreachable
+from sharding.maps.json_fields import is_text
 from sharding.maps.naming import unrouted
 from sharding.maps.shard_map import ShardMap
 from sharding.publishing.addressing import forwarded
+
+logger = logging.getLogger("warren.publisher")
 
 _NOT_FOUND = 404
 _AT_ONCE = 200
@@ -101,8 +105,10 @@ async def _bring_all(
             if _is_end(message, queue):
                 at_end = at_end or message.properties.message_id == own
                 reading.ack(message.delivery_tag)
-            else:
+            elif is_text(message.routing_key):
                 batch.append(message)
+            else:  # no key of pika's or ours; it is given back at the end
+                logger.warning("a message in %r has a key that is not UTF-8, and stays", queue)
             if at_end or arrived.empty():
                 break
             message = arrived.get_nowait()
@@ -141,7 +147,7 @@ async def _publish(
 
     def publish(message: Message) -> Coroutine[Any, Any, bool]:
         key = message.routing_key
-        sent = forwarded(message.properties, shard_map.shard_of(key).name)
+        sent = forwarded(message.raw, shard_map.shard_of(key).name)
         return channel.publish(shard_map.exchange, key, message.body, sent, mandatory=True)
 
     return await asyncio.gather(*map(publish, batch))

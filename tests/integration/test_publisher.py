@@ -303,6 +303,7 @@ def test_what_can_not_be_published_is_refused_before_anything_is_queued(cluster:
             ("k", b"", pika.BasicProperties(headers=odd), "AMQP can express"),
             ("k", b"", pika.BasicProperties(headers={"BCC": "x"}), "must not be set"),
             ("k", b"", pika.BasicProperties(headers={"CC": ["x"]}), "must not be set"),
+            ("k", b"", pika.BasicProperties(headers={"fat": "x" * 131_000}), "131052 bytes"),
         ]:
             with pytest.raises(InvalidInput, match=match):
                 publisher.publish(key, body, properties)  # type: ignore[arg-type]
@@ -310,6 +311,20 @@ def test_what_can_not_be_published_is_refused_before_anything_is_queued(cluster:
         with pytest.raises(ShardUnavailable):
             publisher.publish(next(keys_of(routing, shard)), b"")
         assert publisher.flush(PATIENCE) == Report()
+
+
+def test_properties_too_large_for_the_frames_agreed_on_are_refused_alone(cluster: Cluster) -> None:
+    routing = declare(cluster)
+    for known in routing.parameters.values():
+        known[0].frame_max = 4096
+    with publisher_of(routing) as publisher:
+        for number in range(100):
+            fat = pika.BasicProperties(headers={"fat": "x" * 5_000}) if number == 50 else None
+            publisher.publish(f"k{number}", b"x", fat)
+        report = publisher.flush(PATIENCE)
+    assert failures(report) == {50: Outcome.REFUSED}
+    assert "at most 4076 bytes" in report.not_stored[0].reason
+    assert report.stored == 99
 
 
 def test_wrong_credentials_refuse_quickly_and_show_no_secret(

@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from sharding.errors import InvalidInput, WarrenError, words_of
+from sharding.errors import InvalidInput, WarrenError, kind_of, words_of
 
 NO_HEADERS: Mapping[str, Any] = MappingProxyType({})
 
@@ -46,6 +46,16 @@ class BatchFailed(WarrenError):
 
     def __reduce__(self) -> tuple[type[BatchFailed], tuple[int, str]]:
         return type(self), (self.done, str(self))
+
+
+def done_by(failed: BatchFailed, size: int) -> int:
+    """How many of `size` messages are handled; none where the error was made to say something
+    else."""
+    try:
+        done = failed.done
+    except Exception:
+        return 0
+    return min(done, size) if type(done) is int and done > 0 else 0
 
 
 class GroupFailed(WarrenError):
@@ -123,5 +133,5 @@ OnDone = Callable[[Outcome], None]
 def first_line(error: BaseException, limit: int = 300) -> str:
     """An exception as a header shows it."""
     lines = words_of(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = f"{kind_of(error)}: {lines[0]}" if lines else kind_of(error)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

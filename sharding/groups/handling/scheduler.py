@@ -30,6 +30,7 @@ from sharding.groups.handling.delivery import (
     OnDone,
     Outcome,
     Why,
+    done_by,
     first_line,
 )
 from sharding.groups.options import GroupOptions, Retry
@@ -63,6 +64,10 @@ class Job:
     begun: float = 0.0
     abandoned: bool = False
     """Its handler hangs, and whatever it does is no longer heard."""
+
+    def deliveries(self) -> list[Delivery]:
+        """What the handler gets: its own, since Python lets it write into anything it is given."""
+        return [replace(each.delivery, attempt=each.tries) for each in self.tickets]
 
 
 @dataclass(slots=True, eq=False)
@@ -372,8 +377,6 @@ class Scheduler:
             self._with_handler.update(job.tickets)
             for ticket in job.tickets:
                 ticket.tries += 1
-                if ticket.tries > 1:
-                    ticket.delivery = replace(ticket.delivery, attempt=ticket.tries)
         return job
 
     def next_time(self, now: float) -> float | None:
@@ -393,7 +396,7 @@ class Scheduler:
         done = len(job.tickets)
         if end is not None:
             self.counters["hung" if isinstance(end, Hung) else "failed"] += 1
-            done = min(end.done, done) if isinstance(end, BatchFailed) else 0
+            done = done_by(end, done) if isinstance(end, BatchFailed) else 0
         settled = [self._settle(ticket, Done(), now) for ticket in job.tickets[:done]]
         self.counters["handled"] += done
         rest = Job(job.tickets[done:], 0 if done else job.tries)

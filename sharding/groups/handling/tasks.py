@@ -137,7 +137,7 @@ class HandlerTasks:
         self._begin()
 
     async def _run(self, job: Job) -> None:
-        deliveries = [ticket.delivery for ticket in job.tickets]
+        deliveries = job.deliveries()
         given: Any = deliveries if self._options.batch_size > 1 else deliveries[0]
         handling = asyncio.ensure_future(self._call(given))
         self._handling.add(handling)

@@ -153,7 +153,7 @@ class HandlerThreads:
         while job is not None:
             end: BaseException | None = None
             try:
-                deliveries = [ticket.delivery for ticket in job.tickets]
+                deliveries = job.deliveries()
                 given = deliveries if self._options.batch_size > 1 else deliveries[0]
                 check_returned(self._handler(given))
             except BaseException as error:  # also SystemExit: the message must be settled

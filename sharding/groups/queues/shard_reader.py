@@ -9,17 +9,14 @@ free the lock while messages are out, and the next reader would get later messag
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Protocol
 
-import pika
-
+from sharding.amqp.received import EncodedProperties
 from sharding.amqp.session import ACCESS_REFUSED, Channel, Message, Refused, Session
 from sharding.backoff import Backoff
 from sharding.errors import RemoteError, WarrenError, reason
@@ -27,6 +24,7 @@ from sharding.groups.handling.delivery import NO_HEADERS, Dead, Delivery, Done, 
 from sharding.groups.handling.scheduler import OnReleased
 from sharding.groups.options import GroupOptions
 from sharding.groups.queues.connections import SideConnection
+from sharding.groups.queues.dead_letter import dead_letter
 
 logger = logging.getLogger("warren.groups")
 
@@ -163,20 +161,23 @@ class ShardReader:
         )
         if message.redelivered:
             self._counters["redelivered"] += 1
-        tag = message.delivery_tag
         self._runner.submit(
-            message.routing_key, delivery, lambda outcome: self._on_done(tag, delivery, outcome)
+            message.routing_key, delivery, lambda outcome: self._on_done(message, outcome)
         )
 
-    def _on_done(self, tag: int, delivery: Delivery, outcome: Outcome) -> None:
-        """Called on any thread; only the loop may touch the channel."""
+    def _on_done(self, message: Message, outcome: Outcome) -> None:
+        """Called on any thread; only the loop may touch the channel.
+
+        What becomes of a message is decided by itself, never by its delivery: that was in the
+        handler's hands.
+        """
         if isinstance(outcome, Done):
-            self._settled.append(tag)
+            self._settled.append(message.delivery_tag)
             if not self._woken:  # one call for all that end before the loop gets to it
                 self._woken = True
                 self._call(self._acknowledge)
         elif isinstance(outcome, Dead):
-            self._call(lambda: self._begin_storing(tag, delivery, outcome))
+            self._call(lambda: self._begin_storing(message, outcome))
 
     def _acknowledge(self) -> None:
         self._woken = False  # first: what ends from here on wakes the loop again
@@ -186,34 +187,34 @@ class ShardReader:
         for tag, multiple in self._acknowledgements.settle(ended):
             self.channel.ack(tag, multiple)
 
-    def _begin_storing(self, tag: int, delivery: Delivery, dead: Dead) -> None:
-        task = self._loop.create_task(self._store_dead_letter(tag, delivery, dead))
+    def _begin_storing(self, message: Message, dead: Dead) -> None:
+        task = self._loop.create_task(self._store_dead_letter(message, dead))
         self._storing.add(task)
         task.add_done_callback(self._storing.discard)
 
-    async def _store_dead_letter(self, tag: int, delivery: Delivery, dead: Dead) -> None:
+    async def _store_dead_letter(self, message: Message, dead: Dead) -> None:
         """Store a dead letter, again and again; a shard that is left takes it along unstored."""
         try:
-            if await self._stored(delivery, dead):
+            if await self._stored(message, dead):
                 self._counters["dead_lettered"] += 1
                 logger.warning(
                     "key %r of %r is stored as a dead letter: %s, %s",
-                    delivery.key,
+                    message.routing_key,
                     self.shard,
                     dead.why,
                     dead.error,
                 )
-                self._settled.append(tag)
+                self._settled.append(message.delivery_tag)
                 self._acknowledge()
         finally:
             dead.stored()
 
-    async def _stored(self, delivery: Delivery, dead: Dead) -> bool:
+    async def _stored(self, message: Message, dead: Dead) -> bool:
         assert self._dead_letters is not None  # nothing is dead where they have no place
         failures = 0
         while not self.channel.closed.done():
             try:
-                await self._dead_letters.store(delivery, dead)
+                await self._dead_letters.store(message, self.shard, dead)
                 return True
             except (RemoteError, TimeoutError) as error:
                 why = reason(error)
@@ -268,39 +269,10 @@ class Acknowledgements:
 NO_ROUTE = 312
 
 
-# Storing what failed for the last time, with the reason. Thin I/O.
+# Storing what failed for the last time, with the reason. Thin I/O; `dead_letter` makes the letters.
 #
 # Published through the default exchange, with confirms and mandatory: a queue that is missing is
-# made (durable, classic), one that exists is used as it is, whatever its kind. What would make the
-# broker do more than store the message is moved into headers of ours:
-#
-# * `expiration`: a dead letter that expires is lost (the broker's own dead-lettering does the
-#   same);
-# * `user_id`: the broker refuses one that is not the publisher's own;
-# * `CC` and `BCC`: the broker would route a copy by each.
-
-
-def dead_letter_properties(delivery: Delivery, dead: Dead, at: float) -> pika.BasicProperties:
-    """The message's own properties and headers, with ours added."""
-    given = delivery.properties
-    properties = pika.BasicProperties() if given is None else copy.copy(given)
-    headers = dict(delivery.headers)
-    moved: dict[str, Any] = {name: headers.pop(name) for name in ("CC", "BCC") if name in headers}
-    for name in ("expiration", "user_id"):
-        if getattr(properties, name) is not None:
-            moved[name.replace("_", "-")] = getattr(properties, name)
-            setattr(properties, name, None)
-    properties.headers = {
-        **headers,
-        **{f"x-warren-{name.lower()}": value for name, value in moved.items()},
-        "x-warren-reason": str(dead.why),
-        "x-warren-error": dead.error,
-        "x-warren-attempts": dead.attempts,
-        "x-warren-shard": delivery.shard,
-        "x-warren-key": delivery.key,
-        "x-warren-time": datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds"),
-    }
-    return properties
+# made (durable, classic), one that exists is used as it is, whatever its kind.
 
 
 class DeadLetters:
@@ -318,29 +290,48 @@ class DeadLetters:
         self._channel: Channel | None = None
         self._turn = asyncio.Lock()
 
-    async def store(self, delivery: Delivery, dead: Dead) -> None:
+    async def store(self, message: Message, shard: str, dead: Dead) -> None:
         """Return when the broker has it; a `RemoteError` or `TimeoutError` says that it may not."""
-        properties = dead_letter_properties(delivery, dead, self._wall_clock())
+        at = self._wall_clock()
         async with self._turn:
             try:
                 async with asyncio.timeout(self._timeout):
-                    await self._publish(delivery.body, properties)
+                    await self._publish(message, shard, dead, at)
             except BaseException:
                 # A late confirm would be taken for the next one's.
                 self._leave_channel()
                 raise
 
-    async def _publish(self, body: bytes, properties: pika.BasicProperties) -> None:
+    async def _publish(self, message: Message, shard: str, dead: Dead, at: float) -> None:
         channel = await self._open_channel()
+        letter = dead_letter(
+            message.raw,
+            message.body,
+            message.routing_key,
+            shard,
+            dead,
+            at=at,
+            room=channel.room_for_properties,
+        )
+        properties = EncodedProperties(letter.properties)
         try:
-            stored = await channel.publish_mandatory(self.queue, body, properties)
+            stored = await channel.publish_mandatory(self.queue, letter.body, properties)
         except Refused as error:
             if error.code != NO_ROUTE:
                 raise
             await channel.declare(self.queue, durable=True, arguments={"x-queue-type": "classic"})
-            stored = await channel.publish_mandatory(self.queue, body, properties)
+            stored = await channel.publish_mandatory(self.queue, letter.body, properties)
         if not stored:
             raise RemoteError(f"the broker did not take a dead letter into {self.queue!r}")
+        if letter.left_out or letter.enclosed:
+            logger.warning(
+                "the properties of a dead letter of %r fill a frame (%d bytes): %s",
+                shard,
+                len(message.raw),
+                "they are at the beginning of its body"
+                if letter.enclosed
+                else f"not all is in it of {', '.join(letter.left_out)}",
+            )
 
     async def _open_channel(self) -> Channel:
         if self._channel is None or self._channel.closed.done():

@@ -9,13 +9,11 @@ import signal
 import threading
 from typing import Any, cast
 
-import pika
 import pytest
 
 from sharding.errors import InvalidInput, WarrenError
-from sharding.groups import BatchFailed, Delivery, GroupOptions, Retry, StreamConsumerGroup
-from sharding.groups.handling.delivery import Dead, Why, first_line
-from sharding.groups.queues.shard_reader import dead_letter_properties
+from sharding.groups import BatchFailed, GroupOptions, Retry, StreamConsumerGroup
+from sharding.groups.handling.delivery import first_line
 from sharding.groups.running import SIGNALS, StopRequest, stopping_on_signals
 from sharding.groups.sharing.roster import Announcement, Kind, Roster
 from tests.cluster.waiting import PATIENCE
@@ -151,32 +149,6 @@ def test_a_worker_does_not_hear_itself() -> None:
     roster = Roster("me", settle_time=0, member_timeout=3)
     assert not roster.hear(here("me", "s1"), 1)
     assert roster.held_by_others(1) == {}
-
-
-def test_a_dead_letter_keeps_what_it_had_and_moves_what_would_make_the_broker_act() -> None:
-    properties = pika.BasicProperties(
-        headers={"h": 1, "CC": ["x"], "BCC": ["y"]}, user_id="u", expiration="5", priority=3
-    )
-    delivery = Delivery(b"", "key", "shard", properties.headers or {}, properties)
-    dead = Dead(Why.FAILED, "ValueError: no", 5, lambda: None)
-    made = dead_letter_properties(delivery, dead, at=0)
-    assert (made.priority, made.user_id, made.expiration) == (3, None, None)
-    assert made.headers == {
-        "h": 1,
-        "x-warren-cc": ["x"],
-        "x-warren-bcc": ["y"],
-        "x-warren-user-id": "u",
-        "x-warren-expiration": "5",
-        "x-warren-reason": "failed",
-        "x-warren-error": "ValueError: no",
-        "x-warren-attempts": 5,
-        "x-warren-shard": "shard",
-        "x-warren-key": "key",
-        "x-warren-time": "1970-01-01T00:00:00.000+00:00",
-    }
-    # What the handler was given is not touched.
-    assert properties.headers == {"h": 1, "CC": ["x"], "BCC": ["y"]}
-    assert (properties.user_id, properties.expiration) == ("u", "5")
 
 
 def test_a_stop_is_heard_by_everybody_who_waits() -> None:

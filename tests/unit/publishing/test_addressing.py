@@ -40,10 +40,11 @@ def test_copies_of_the_application_are_refused(name: str, copies: Any, address: 
 
 def test_what_is_forwarded_keeps_the_copies_that_led_nowhere() -> None:
     given = pika.BasicProperties(headers={"a": 1, "CC": ["audit"]}, priority=3)
-    sent = forwarded(given, SHARD)
-    assert (sent.priority, sent.headers) == (3, {"a": 1, "CC": ["audit"], "BCC": WAY})
-    assert given.headers == {"a": 1, "CC": ["audit"]}
-    assert forwarded(pika.BasicProperties(), SHARD).headers == {"BCC": WAY}
+    for properties in (given, pika.BasicProperties()):
+        sent = pika.BasicProperties()
+        sent.decode(b"".join(forwarded(b"".join(properties.encode()), SHARD).encode()))
+        assert sent.headers == {**(properties.headers or {}), "BCC": WAY}
+        assert sent.priority == properties.priority
 
 
 def test_properties_of_the_application_are_left_alone() -> None:
@@ -51,3 +52,16 @@ def test_properties_of_the_application_are_left_alone() -> None:
     sent = addressed(given, SHARD)
     assert (sent.priority, sent.headers) == (3, {"a": 1, "BCC": WAY})
     assert given == pika.BasicProperties(headers={"a": 1}, priority=3)
+
+
+def of_size(size: int) -> pika.BasicProperties:
+    """Properties that are so many bytes once the shard is in them."""
+    bare = Encoded(pika.BasicProperties(headers={"baggage": ""}), SHARD).size
+    return pika.BasicProperties(headers={"baggage": "x" * (size - bare)})
+
+
+def test_properties_may_fill_a_frame_and_no_more() -> None:
+    """A frame of 131,072 bytes without its own 8 and the 12 that stand before properties."""
+    assert Encoded(of_size(131_052), SHARD).size == 131_052
+    with pytest.raises(InvalidInput, match="at most 131052 bytes"):
+        Encoded(of_size(131_053), SHARD)
