@@ -1,14 +1,15 @@
 """Counts the house: modules, lines, and through how many modules data goes.
 
     python -m benchmarks.house            what can be counted without a broker
-    WARREN_URL=… python -m benchmarks.house    the ways of data too, on that broker (`make up`)
+    WARREN_URL=… WARREN_STREAM_URL=… python -m benchmarks.house
+                                          the ways of data too, on that broker (`make up`)
 
 A way is counted by running it: the modules of Warren in which a function was entered, of a publish
 by the caller's thread between the call and the confirm, of a worker by any of its threads between
-the delivery of a message and its acknowledgement. A worker's threads do other things too (they look
-at the map, prove that the broker answers, tell other workers what they hold), and some of that may
-happen just then. So several messages are sent, and on the way is what every one of them entered;
-what only some did is printed beside it.
+the delivery of a message and its acknowledgement (of a stream: until its offset is stored). A
+worker's threads do other things too (they look at the map, prove that the broker answers, tell
+other workers what they hold), and some of that may happen just then. So several messages are sent,
+and on the way is what every one of them entered; what only some did is printed beside it.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pika
 
 from interceptors import ShardedChannel
 from sharding import Policy, Topology
-from sharding.groups import ConsumerGroup
+from sharding.groups import ConsumerGroup, StreamConsumerGroup, StreamGroupOptions
+from sharding.groups.handling.threads import Handler
+from sharding.groups.streams.worker import members_stream
+from sharding.stream import StreamEnvironment
 
 PACKAGES = ("sharding", "interceptors", "spark")
 ROOT = Path(__file__).parent.parent
@@ -74,6 +78,13 @@ class Way:
             self._entered = None
 
 
+class WayOfWorker(NamedTuple):
+    """The modules that every message entered, and those that only some did."""
+
+    always: set[str]
+    sometimes: set[str]
+
+
 @contextmanager
 def logical_queue(url: str, way: str) -> Iterator[tuple[Topology, str]]:
     """One for each way: what is published on one must not be read on another."""
@@ -103,24 +114,48 @@ def way_of_publish(url: str) -> set[str]:
     return entered
 
 
-def way_of_worker(url: str) -> tuple[set[str], set[str]]:
-    """The modules that every message entered, and those that only some did."""
-    with (
-        logical_queue(url, "worker") as (topology, name),
-        pika.BlockingConnection(pika.URLParameters(url)) as connection,
-    ):
+def way_of_queue_worker(url: str) -> WayOfWorker:
+    with logical_queue(url, "worker") as (topology, name):
         shard_map = topology.shard_map(name)
         assert shard_map is not None
         shards = frozenset(shard.name for shard in shard_map.shards)
-        channel = connection.channel()
-        handled: queue.Queue[None] = queue.Queue()
-        way = Way()
-        threading.setprofile(way.note)  # the group's threads, which start now
-        each: list[set[str]] = []
-        with ConsumerGroup(topology, name, lambda _: handled.put(None)) as group:
-            threading.setprofile(None)
-            while group.shards != shards:
-                time.sleep(0.01)
+        return way_of_worker(url, shards, lambda handler: ConsumerGroup(topology, name, handler))
+
+
+def way_of_stream_worker(url: str, stream_url: str) -> WayOfWorker:
+    options = StreamGroupOptions(store_every_messages=1)  # as a queue's are acknowledged
+    with StreamEnvironment(stream_url) as environment:
+        name = f"house-{os.getpid()}-stream"
+        environment.create_stream(name)
+        try:
+            return way_of_worker(
+                url,
+                frozenset({name}),
+                lambda handler: StreamConsumerGroup(
+                    environment, name, handler, group="house", options=options
+                ),
+            )
+        finally:
+            environment.delete_stream(name)
+            environment.delete_stream(members_stream(name), missing_ok=True)
+
+
+def way_of_worker(
+    url: str,
+    shards: frozenset[str],
+    group_with: Callable[[Handler], ConsumerGroup | StreamConsumerGroup],
+) -> WayOfWorker:
+    """Publish to a shard, queue or stream, by pika alone, of which nothing is counted."""
+    handled: queue.Queue[None] = queue.Queue()
+    way = Way()
+    threading.setprofile(way.note)  # the group's threads, of which some start with its shards
+    each: list[set[str]] = []
+    with group_with(lambda _: handled.put(None)) as group:
+        while group.shards != shards:
+            time.sleep(0.01)
+        threading.setprofile(None)
+        with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+            channel = connection.channel()
             for _ in range(MESSAGES):
                 with way.opened() as entered:
                     channel.basic_publish("", min(shards), b"")
@@ -130,22 +165,28 @@ def way_of_worker(url: str) -> tuple[set[str], set[str]]:
                     time.sleep(0.05)  # its acknowledgement is sent now
                 each.append(entered)
     always = set.intersection(*each)
-    return always, set.union(*each) - always
+    return WayOfWorker(always, set.union(*each) - always)
 
 
 def main() -> None:
     for name, value in counted().items():
         print(f"{name:24} {value:7,}")
-    url = os.environ.get("WARREN_URL")
+    url, stream_url = os.environ.get("WARREN_URL"), os.environ.get("WARREN_STREAM_URL")
     if url is None:
         return
-    worker, beside = way_of_worker(url)
-    for name, entered in (
-        ("way of a publish", way_of_publish(url)),
-        ("way of a queue worker", worker),
-        ("beside that way", beside),
-    ):
-        print(f"{name:24} {len(entered):7,}   {', '.join(sorted(entered))}")
+    show("way of a publish", way_of_publish(url))
+    show_both("way of a queue worker", way_of_queue_worker(url))
+    if stream_url is not None:
+        show_both("way of a stream worker", way_of_stream_worker(url, stream_url))
+
+
+def show(name: str, entered: set[str]) -> None:
+    print(f"{name:24} {len(entered):7,}   {', '.join(sorted(entered))}")
+
+
+def show_both(name: str, way: WayOfWorker) -> None:
+    show(name, way.always)
+    show("beside that way", way.sometimes)
 
 
 if __name__ == "__main__":

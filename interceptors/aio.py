@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakValueDictionary
 
 import aiormq
 import aiormq.abc
@@ -20,6 +21,7 @@ from aio_pika.abc import (
     AbstractChannel,
     AbstractConnection,
     AbstractRobustChannel,
+    AbstractRobustConnection,
     ExchangeType,
 )
 from aio_pika.exceptions import ChannelInvalidStateError, ChannelPreconditionFailed
@@ -59,6 +61,22 @@ class AioShardedChannel(Proxy):
     find out.
     """
 
+    __slots__ = (
+        "_background",
+        "_calls",
+        "_confirm_timeout",
+        "_connection",
+        "_consumers",
+        "_handed_out",
+        "_message_ids",
+        "_port",
+        "_publishing",
+        "_robust",
+        "_topology",
+        "close_callbacks",
+        "counters",
+        "return_callbacks",
+    )
     counted_as = Subject("channel")
 
     def __init__(
@@ -82,6 +100,7 @@ class AioShardedChannel(Proxy):
         self._port = AioPort(channel, self._uninformed, confirm_timeout)
         self._calls = Calls(self._port, topology, placement, node)
         self._background: set[asyncio.Future[None]] = set()
+        self._handed_out: WeakValueDictionary[tuple[str, int], Any] = WeakValueDictionary()
         # Callbacks get this channel, not the wrapped one. The wrapped one knows them weakly.
         self.close_callbacks: CallbackCollection[Any, Any] = CallbackCollection(self)
         self.return_callbacks = AskedReturns(self)
@@ -153,6 +172,17 @@ class AioShardedChannel(Proxy):
         shard_map = self._topology.shard_map(queue)
         return None if shard_map is None else shard_map.route(key)
 
+    def _stand_in(
+        self, kind: type[ShardedQueue | ShardedExchange], name: str, wrapped: Any, **options: Any
+    ) -> Any:
+        """Our object for one of aio-pika's; the same again for the same one, which a robust channel
+        hands out again to whoever asks for its name."""
+        known = name, id(wrapped)  # whose id is its own for as long as ours lives, and holds it
+        made = self._handed_out.get(known)
+        if made is None:
+            made = self._handed_out[known] = kind(self, name, wrapped, **options)
+        return made
+
     def _deadline(self, timeout: float | None) -> AbstractAsyncContextManager[None]:
         return deadline(timeout, self._confirm_timeout)
 
@@ -180,7 +210,7 @@ class AioShardedChannel(Proxy):
         shard_map = await self._shard_map(name) if name else None
         if name is None or shard_map is None:
             queue = await self._wrapped.declare_queue(name, **flags, timeout=timeout, **options)
-            return ShardedQueue(self, name, queue) if name else queue
+            return self._stand_in(ShardedQueue, name, queue) if name else queue
         kept = self._robust and options.get("robust", True)
         if self._robust:
             # aio-pika would declare the shard again at a reconnect, whatever node that leads to.
@@ -188,12 +218,13 @@ class AioShardedChannel(Proxy):
         async with self._deadline(timeout):
             shard = await self._calls.queue_to_declare(name)
             queue = await self._wrapped.declare_queue(shard, **flags, **options)
-        return ShardedQueue(self, name, queue, kept=kept)
+        return self._stand_in(ShardedQueue, name, queue, kept=kept)
 
     async def get_queue(self, name: str, *, ensure: bool = True) -> Any:
         if ensure:
             return await self.declare_queue(name, passive=True)
-        return ShardedQueue(self, name, await self._wrapped.get_queue(name, ensure=False))
+        queue = await self._wrapped.get_queue(name, ensure=False)
+        return self._stand_in(ShardedQueue, name, queue)
 
     async def queue_delete(
         self,
@@ -284,18 +315,18 @@ class AioShardedChannel(Proxy):
         else:
             shard_map = await self._shard_map(name)
             declared = await declare(name if shard_map is None else shard_map.exchange)
-        return ShardedExchange(self, name, declared)
+        return self._stand_in(ShardedExchange, name, declared)
 
     @property
     def default_exchange(self) -> Any:
-        return ShardedExchange(self, "", self._wrapped.default_exchange)
+        return self._stand_in(ShardedExchange, "", self._wrapped.default_exchange)
 
     async def get_exchange(self, name: str, *, ensure: bool = True) -> Any:
         if ensure:
             return await self.declare_exchange(name, passive=True)
         shard_map = await self._shard_map(name)
         target = name if shard_map is None else shard_map.exchange
-        return ShardedExchange(self, name, await self._wrapped_exchange(target))
+        return self._stand_in(ShardedExchange, name, await self._wrapped_exchange(target))
 
     async def exchange_delete(
         self,
@@ -413,7 +444,7 @@ def _give_reason(closed: asyncio.Future[Any], text: str) -> None:
         problem.args = (text,)
 
 
-class AioShardedConnection(WrappedConnection[AbstractConnection]):
+class AioShardedConnection(WrappedConnection[AbstractConnection], Proxy):
     """An aio-pika connection, plain or robust, whose channels are `AioShardedChannel`s.
 
         connection = AioShardedConnection(await aio_pika.connect_robust(url), topology)
@@ -422,17 +453,40 @@ class AioShardedConnection(WrappedConnection[AbstractConnection]):
     The options are those of `AioShardedChannel`, and hold for every channel.
     """
 
+    __slots__ = ("_options", "_topology", "close_callbacks", "reconnect_callbacks")
+
+    def __init__(
+        self,
+        connection: AbstractConnection,
+        topology: Topology,
+        *,
+        placement: Placement | str = Placement.LOCAL,
+        confirm_timeout: float = 30.0,
+        node: str | None = None,
+    ) -> None:
+        super().__init__(
+            connection, topology, placement=placement, confirm_timeout=confirm_timeout, node=node
+        )
+        # Callbacks get this connection, not the wrapped one, which knows them weakly.
+        self.close_callbacks: CallbackCollection[Any, Any] = CallbackCollection(self)
+        connection.close_callbacks.add(self.close_callbacks, weak=True)
+        if isinstance(connection, AbstractRobustConnection):
+            self.reconnect_callbacks: CallbackCollection[Any, Any] = CallbackCollection(self)
+            connection.reconnect_callbacks.add(self.reconnect_callbacks, weak=True)
+
     async def __aenter__(self) -> AioShardedConnection:
-        await self._connection.__aenter__()
+        await self._wrapped.__aenter__()
         return self
 
     async def __aexit__(self, *problem: Any) -> None:
-        await self._connection.__aexit__(*problem)
+        await self._wrapped.__aexit__(*problem)
 
     def channel(self, *arguments: Any, **options: Any) -> AioShardedChannel:
         """As aio-pika's: await it, or enter it."""
-        inner = self._connection.channel(*arguments, **options)
-        return AioShardedChannel(inner, self._topology, **self._options)
+        inner = self._wrapped.channel(*arguments, **options)
+        wrapped = AioShardedChannel(inner, self._topology, **self._options)
+        wrapped._connection = self  # which keeps what was asked of it, as aio-pika's own would
+        return wrapped
 
 
 async def _peer_of(connection: aiormq.abc.AbstractConnection) -> tuple[str, int] | None:

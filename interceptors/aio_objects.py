@@ -35,13 +35,30 @@ class Proxy:
 
     aio-pika dispatches on the class of what it is given (`queue.bind(exchange)`), so that a plain
     stand-in would be refused.
+
+    `__slots__` name what an object of ours keeps for itself. Anything else that is set on it, as
+    `reconnect_interval` of a robust connection, is set on the wrapped one, where it has an effect.
     """
+
+    __slots__ = ("__dict__", "__weakref__", "_wrapped")
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if hasattr(type(self), name):
+            super().__delattr__(name)
+        else:
+            delattr(self._wrapped, name)
 
     @property  # type: ignore[misc]  # __class__ is no property to mypy, but isinstance asks it
     def __class__(self) -> Any:
@@ -97,6 +114,8 @@ class OneAtATime:
 
 class ShardedQueue(Proxy):
     """A queue by its logical name. The wrapped queue is the one that a declaration stands for."""
+
+    __slots__ = ("_kept", "_logical", "_owner")
 
     def __init__(
         self, owner: AioShardedChannel, logical: str, wrapped: Any, *, kept: bool = False
@@ -180,6 +199,8 @@ class ShardedQueue(Proxy):
 
 class ShardedExchange(Proxy):
     """An exchange by its logical name: what is published goes to the key's shard."""
+
+    __slots__ = ("_logical", "_owner")
 
     def __init__(self, owner: AioShardedChannel, logical: str, wrapped: Any) -> None:
         super().__init__(wrapped)

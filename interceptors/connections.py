@@ -35,7 +35,7 @@ class WrappedConnection(Generic[C]):
         confirm_timeout: float = 30.0,
         node: str | None = None,
     ) -> None:
-        self._connection: Any = connection
+        self._wrapped: Any = connection
         self._topology = topology
         self._options: dict[str, Any] = {
             "placement": Placement(placement),
@@ -44,10 +44,10 @@ class WrappedConnection(Generic[C]):
         }
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
+        return getattr(self._wrapped, name)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._connection!r}>"
+        return f"<{type(self).__name__} of {self._wrapped!r}>"
 
 
 class ShardedConnection(WrappedConnection[pika.BlockingConnection]):
@@ -57,14 +57,14 @@ class ShardedConnection(WrappedConnection[pika.BlockingConnection]):
     """
 
     def __enter__(self) -> ShardedConnection:
-        self._connection.__enter__()
+        self._wrapped.__enter__()
         return self
 
     def __exit__(self, *problem: Any) -> None:
-        self._connection.__exit__(*problem)
+        self._wrapped.__exit__(*problem)
 
     def channel(self, channel_number: int | None = None) -> ShardedChannel:
-        inner = self._connection.channel(channel_number)
+        inner = self._wrapped.channel(channel_number)
         wrapped = ShardedChannel(inner, self._topology, **self._options)
         wrapped.connection = self  # or a channel of it would not be sharded
         return wrapped
@@ -89,7 +89,7 @@ class AsyncShardedConnection(WrappedConnection[Connection]):
             if on_open_callback is not None:
                 on_open_callback(wrapped)
 
-        inner = self._connection.channel(channel_number, opened)
+        inner = self._wrapped.channel(channel_number, opened)
         wrapped = AsyncShardedChannel(inner, self._topology, **self._options)
         wrapped.connection = self
         return wrapped

@@ -263,6 +263,38 @@ def test_wrapped_objects_are_what_aio_pika_has(
     asyncio.run(play())
 
 
+@both_kinds
+def test_the_same_object_is_handed_out_where_aio_pika_does(
+    cluster: Cluster, topology: Topology, kind: str
+) -> None:
+    async def play() -> None:
+        async with opened(cluster.nodes[0], kind, topology) as channel:
+            name = f"plain-{secrets.token_hex(4)}"
+            queue = await channel.declare_queue(name, auto_delete=True)
+            exchange = await channel.declare_exchange(name, auto_delete=True)
+            assert (await channel.get_queue(name) is queue) == (kind == "robust")
+            assert (await channel.get_exchange(name) is exchange) == (kind == "robust")
+            default = channel.default_exchange
+            assert channel.default_exchange is default
+
+    asyncio.run(play())
+
+
+def test_what_is_set_on_a_wrapped_channel_reaches_aio_pika(
+    cluster: Cluster, topology: Topology
+) -> None:
+    async def play() -> None:
+        async with await connected(cluster.nodes[0], "robust") as connection:
+            inner = connection.channel()
+            channel = await AioShardedChannel(inner, topology)
+            channel.RESTORE_RETRY_DELAY = 7
+            assert inner.RESTORE_RETRY_DELAY == 7
+            channel.declare_queue = ignore  # type: ignore[method-assign, assignment]
+            assert inner.declare_queue != ignore, "what Warren intercepts is its own"
+
+    asyncio.run(play())
+
+
 # Where consumers go
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import aio_pika
 import aio_pika.pool
 import pika
 import pytest
+from aio_pika.abc import AbstractConnection, AbstractRobustConnection
 from pika.adapters.asyncio_connection import AsyncioConnection
 
 from interceptors import (
@@ -165,6 +167,41 @@ def test_aio_pika(cluster: Cluster, topology: Topology, images: str, connect: An
 
     asyncio.run(main())
     assert depths(topology, images) == expected(topology, images)
+
+
+@pytest.mark.parametrize("connect", [aio_pika.connect, aio_pika.connect_robust])
+def test_connection_of_aio_pika_is_one_to_isinstance_and_callbacks(
+    cluster: Cluster, topology: Topology, connect: Any
+) -> None:
+    senders: list[Any] = []
+
+    async def main() -> Any:
+        inner = await connect(cluster.nodes[0].endpoint.amqp_url)
+        connection = AioShardedConnection(inner, topology)
+        robust = connect is aio_pika.connect_robust
+        assert isinstance(connection, AbstractConnection)
+        assert isinstance(connection, AbstractRobustConnection) == robust
+        assert str(connection) == str(inner)
+        connection.close_callbacks.add(lambda sender, _: senders.append(sender))
+        if robust:
+            reconnected = asyncio.Event()
+            connection.reconnect_callbacks.add(lambda sender: senders.append(sender))
+            connection.reconnect_callbacks.add(lambda _: reconnected.set())
+            connection.reconnect_interval = 0.1
+            assert inner.reconnect_interval == 0.1, "aio-pika would wait its own 5 s"
+            await inner.transport.connection.close(asyncio.CancelledError)
+            async with asyncio.timeout(PATIENCE):
+                await reconnected.wait()
+        # A channel is enough to keep what was asked of the connection.
+        channel = await connection.channel()
+        del connection
+        gc.collect()
+        await inner.close()
+        return await asyncio.sleep(0, (robust, channel))
+
+    robust, channel = asyncio.run(main())
+    assert [type(sender) for sender in senders] == [AioShardedConnection] * (3 if robust else 1)
+    assert {id(sender) for sender in senders} == {id(channel._connection)}
 
 
 def test_pools_of_aio_pika(cluster: Cluster, topology: Topology, images: str) -> None:

@@ -17,6 +17,7 @@ import pika
 import pika.adapters.blocking_connection
 import pika.connection
 import pytest
+from aio_pika.abc import AbstractConnection
 
 from interceptors import (
     AioShardedChannel,
@@ -133,7 +134,10 @@ def wrap_aio_connections() -> None:
         real = getattr(aio_pika, name)
 
         async def connect(*arguments: Any, _real: Any = real, **options: Any) -> Any:
-            return count(AioShardedConnection(await _real(*arguments, **options), TOPOLOGY))
+            made = await _real(*arguments, **options)
+            if not isinstance(made, AbstractConnection):  # a test's mock of one
+                return made
+            return count(AioShardedConnection(made, TOPOLOGY))
 
         setattr(aio_pika, name, connect)
 
@@ -158,7 +162,7 @@ def stand_in_for_docker() -> None:
         ports = types.MappingProxyType({"5672/tcp": port, "5671/tcp": port})
 
     class DockerClient:
-        def __init__(self, _: Any) -> None: ...
+        def __init__(self, _: Any = None) -> None: ...
 
         def run(self, *_: Any, **__: Any) -> Any:
             return Container
