@@ -22,7 +22,7 @@ from aio_pika.tools import STUB_AWAITABLE, CallbackCollection
 from interceptors import rules
 from sharding.errors import OutcomeUnknown
 from sharding.maps.shard_map import ShardMap
-from sharding.publishing.addressing import headers_to
+from sharding.publishing.addressing import LARGEST_FRAME, check_room, headers_to
 
 if TYPE_CHECKING:
     from interceptors.aio import AioShardedChannel
@@ -373,6 +373,8 @@ class _Addressed(_Sent):
     def __init__(self, message: Any, shard: str) -> None:
         super().__init__(message.body, copy.copy(message.properties))
         self.properties.headers = headers_to(self.properties.headers, shard)
+        if len(self.properties.headers) > 1:  # without headers of its own it always fits
+            check_room(len(self.properties.marshal()), LARGEST_FRAME)
         # aiormq would add one, by which it recognises what is returned; so do we.
         self.properties.message_id = self.properties.message_id or uuid.uuid4().hex
 

@@ -40,9 +40,28 @@ def headers_to(headers: Mapping[str, Any] | None, shard: str) -> dict[str, Any]:
     return {**(headers or {}), "BCC": [SHARDS_KEY, shard]}
 
 
+def check_room(size: int, frame_max: int) -> None:
+    """Refuse properties that do not fit into a frame: the broker would end the connection (501),
+    and the outcome of all that is in flight on it would be unknown.
+    """
+    room = room_in_frame(frame_max)
+    if size > room:
+        rule = f"must be at most {room} bytes with the shard's name: AMQP has one frame for them"
+        raise InvalidInput("properties", rule, size)
+
+
+class _Checked(pika.BasicProperties):
+    """Properties that refuse to be sent where they do not fit into a frame."""
+
+    def encode(self) -> list[bytes]:
+        encoded = super().encode()
+        check_room(sum(map(len, encoded)), LARGEST_FRAME)
+        return encoded
+
+
 def addressed(properties: pika.BasicProperties | None, shard: str) -> pika.BasicProperties:
     """The properties with the way to the shard added; the caller's are left alone."""
-    sent = pika.BasicProperties()
+    sent = _Checked()
     if properties is not None:
         sent.__dict__.update(properties.__dict__)
     sent.headers = headers_to(sent.headers, shard)
@@ -57,17 +76,9 @@ def forwarded(raw: bytes, shard: str) -> pika.BasicProperties:
     given = PropertyList.parse(raw)
     keys = b"".join(long_string(write_name(key)) for key in (SHARDS_KEY, shard))
     way = Field(b"BCC", b"A" + struct.pack(">I", len(keys)) + keys)
-    return EncodedProperties(given.with_table(given.table + way.encoded).encoded)
-
-
-def check_room(size: int, frame_max: int) -> None:
-    """Refuse properties that do not fit into a frame: the broker would end the connection (501),
-    and the outcome of all that is in flight on it would be unknown.
-    """
-    room = room_in_frame(frame_max)
-    if size > room:
-        rule = f"must be at most {room} bytes with the shard's name: AMQP has one frame for them"
-        raise InvalidInput("properties", rule, size)
+    sent = given.with_table(given.table + way.encoded).encoded
+    check_room(len(sent), LARGEST_FRAME)
+    return EncodedProperties(sent)
 
 
 class Encoded(pika.BasicProperties):
@@ -81,6 +92,8 @@ class Encoded(pika.BasicProperties):
         sent = self.plain if shard is None else addressed(self.plain, shard)
         try:
             self._bytes = b"".join(sent.encode())
+        except InvalidInput:
+            raise
         except Exception as error:
             # pika raises whatever comes: AssertionError, struct.error, AttributeError, its own.
             rule = f"must be properties that AMQP can express ({type(error).__name__})"

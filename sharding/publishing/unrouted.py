@@ -22,11 +22,12 @@ from typing import Any
 
 import pika
 
+from sharding.amqp.field_table import Malformed
 from sharding.amqp.session import ACCESS_REFUSED, Channel, Message, Refused, Session
 from sharding.cluster.topology import Topology
-from sharding.errors import ShardUnavailable, Unreachable
+from sharding.errors import InvalidInput, ShardUnavailable, Unreachable
 from sharding.maps.json_fields import is_text
-from sharding.maps.naming import unrouted
+from sharding.maps.naming import MAX_NAME_BYTES, unrouted
 from sharding.maps.shard_map import ShardMap
 from sharding.publishing.addressing import forwarded
 
@@ -105,10 +106,10 @@ async def _bring_all(
             if _is_end(message, queue):
                 at_end = at_end or message.properties.message_id == own
                 reading.ack(message.delivery_tag)
-            elif is_text(message.routing_key):
+            elif (why := _why_it_stays(message)) is not None:
+                logger.warning("a message in %r is not brought: %s", queue, why)
+            else:
                 batch.append(message)
-            else:  # no key of pika's or ours; it is given back at the end
-                logger.warning("a message in %r has a key that is not UTF-8, and stays", queue)
             if at_end or arrived.empty():
                 break
             message = arrived.get_nowait()
@@ -128,6 +129,16 @@ async def _bring_all(
             )
         brought += len(batch)
     return brought
+
+
+def _why_it_stays(message: Message) -> str | None:
+    if not is_text(message.routing_key):
+        return "its key is not UTF-8"
+    try:
+        forwarded(message.raw, "x" * MAX_NAME_BYTES)
+    except (InvalidInput, Malformed) as error:
+        return str(error)
+    return None
 
 
 def _end(message_id: str, *, expires_ms: int = 60_000) -> pika.BasicProperties:

@@ -20,7 +20,7 @@ from interceptors import (
     AsyncShardedConnection,
     ShardedChannel,
 )
-from sharding import Policy, ShardMap, ShardUnavailable, Topology, Unreachable
+from sharding import InvalidInput, Policy, ShardMap, ShardUnavailable, Topology, Unreachable
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.conformance.callers import CALLERS, Publication
@@ -458,3 +458,31 @@ def test_messages_with_one_id_have_each_their_own_outcome(
 
     asyncio.run(play())
     assert [key for _, key, _ in drain(cluster.nodes[0], [images.shard_of(there).name])] == [there]
+
+
+FAT: dict[str, Any] = {"baggage": "x" * 131_000}
+"""Fits into a frame, but not beside the name of a shard."""
+
+
+def test_properties_that_do_not_fit_are_refused_and_the_connection_lives(
+    topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    channel = ShardedChannel(connection.channel(), topology, confirm_timeout=PATIENCE)
+    channel.confirm_delivery()
+    with pytest.raises(InvalidInput, match="AMQP has one frame for them"):
+        channel.basic_publish(images.logical, "k", b"x", pika.BasicProperties(headers=FAT))
+    channel.basic_publish(images.logical, "k", b"x")
+    assert channel.counters["confirmed"] == 1
+
+
+def test_the_same_in_aio_pika(cluster: Cluster, topology: Topology, images: ShardMap) -> None:
+    async def publish() -> None:
+        connection = await aio_pika.connect(cluster.nodes[0].endpoint.amqp_url)
+        async with connection:
+            channel = AioShardedChannel(await connection.channel(), topology)
+            exchange = await channel.get_exchange(images.logical)
+            with pytest.raises(InvalidInput, match="AMQP has one frame for them"):
+                await exchange.publish(aio_pika.Message(b"x", headers=FAT), "k")
+            await exchange.publish(aio_pika.Message(b"x", headers={"a": 1}), "k")
+
+    asyncio.run(publish())

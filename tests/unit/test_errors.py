@@ -17,6 +17,8 @@ from sharding import (
     is_retryable,
 )
 from sharding.errors import reason
+from sharding.groups.handling.delivery import first_line
+from tests.support.odd_messages import ExitInWords, NamelessError, OddWords
 
 
 @pytest.mark.parametrize(
@@ -115,3 +117,13 @@ class Mute(Exception):
 )
 def test_reason_is_one_line_whatever_the_error_says(error: BaseException, said: str) -> None:
     assert reason(error) == said
+
+
+def test_an_error_that_lies_about_itself_fails_nobody() -> None:
+    assert reason(ExitInWords()) == "ExitInWords"
+    assert reason(OddWords()) == "odd"
+    assert first_line(NamelessError("x")) == "NamelessError: x"
+
+
+def test_what_an_error_says_can_be_written_anywhere() -> None:
+    assert reason(ValueError("Ann \ud83d")) == "Ann \\ud83d"

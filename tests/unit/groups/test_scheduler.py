@@ -107,10 +107,33 @@ def test_a_key_waits_for_the_next_attempt_and_others_go_on() -> None:
     runner.now = 1
     names, job = runner.begin()
     assert names == ["a1"]
-    assert job.tickets[0].delivery.attempt == 2
+    assert job.deliveries()[0].attempt == 2
     runner.finish(job)
     assert runner.run() == ["a2"]
     assert runner.scheduler.counters["retried"] == 1
+
+
+def test_what_a_handler_does_to_its_delivery_is_its_own_affair() -> None:
+    runner = Runner()
+    runner.add("a1")
+    _, job = runner.begin()
+    (given,) = job.deliveries()
+    object.__setattr__(given, "shard", None)
+    object.__delattr__(given, "body")
+    runner.finish(job, FAILURE)
+    runner.now += 10
+    assert runner.run() == ["a1"]
+
+
+def test_a_batch_that_lies_about_what_is_done_has_done_nothing() -> None:
+    runner = Runner(batch_size=2)
+    runner.add("a1", "b1")
+    runner.now += 10
+    lie = BatchFailed(1)
+    lie.done = "two"  # type: ignore[assignment]
+    _, job = runner.begin()
+    runner.finish(job, lie)
+    assert not runner.ends
 
 
 def test_a_message_is_dead_after_its_last_attempt_and_its_key_waits_for_the_burial() -> None:
@@ -323,7 +346,7 @@ def test_attempts_go_on_where_they_were_when_a_shard_is_taken_anew() -> None:
     for _ in range(2):
         runner.now += 10
         _, job = runner.begin()
-        attempts.append(job.tickets[0].delivery.attempt)
+        attempts.append(job.deliveries()[0].attempt)
         settled = runner.scheduler.finish(job, FAILURE, runner.now)
     assert attempts == [2, 3]
     [(_, dead)] = settled

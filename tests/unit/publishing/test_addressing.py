@@ -63,5 +63,8 @@ def of_size(size: int) -> pika.BasicProperties:
 def test_properties_may_fill_a_frame_and_no_more() -> None:
     """A frame of 131,072 bytes without its own 8 and the 12 that stand before properties."""
     assert Encoded(of_size(131_052), SHARD).size == 131_052
+    assert len(b"".join(addressed(of_size(131_052), SHARD).encode())) == 131_052
     with pytest.raises(InvalidInput, match="at most 131052 bytes"):
         Encoded(of_size(131_053), SHARD)
+    with pytest.raises(InvalidInput, match="at most 131052 bytes"):
+        addressed(of_size(131_053), SHARD).encode()
