@@ -70,7 +70,7 @@ class GroupOptions:
     """The broker's `consumer_timeout`, which no API tells; this is its default. A broker (classic
     queues up to RabbitMQ 4.2) closes the channel of a consumer that has had a message for longer,
     begun or not, and the shard is lost in the middle of whatever runs. So before messages have
-    waited here for half of it, the shard is taken anew: what runs is finished, the rest goes back
+    waited here for half of it, the shard is taken again: what runs is finished, the rest goes back
     to its place, and the time begins again. None: the broker has none. Streams know no such
     time."""
     max_lost_threads: int = 8

@@ -497,9 +497,9 @@ class Scheduler:
         return ticket, outcome
 
     def _remember(self, ticket: Ticket) -> None:
-        """A shard that is taken anew brings its messages in the old order: the first of a key is
+        """A shard that is taken again brings its messages in the old order: the first of a key is
         the one that was tried. Its attempts go on where they were, else they would have no end.
-        In batches it is not told which of them were its own, so there they begin anew."""
+        In batches it is not told which of them were its own, so there they begin again."""
         if ticket.tries and self._options.batch_size == 1:
             shard, lane = ticket.lane
             tried = self._given_back.setdefault(shard, {})

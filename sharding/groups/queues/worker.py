@@ -275,7 +275,7 @@ class QueueWorker:
 
     async def _renew(self, shard: str) -> None:
         """Give a shard up and take it again at once, so that the broker counts from the start."""
-        logger.info("%r is taken anew: messages of it wait too long", shard)
+        logger.info("%r is taken again: messages of it wait too long", shard)
         self._renewing.add(shard)
         try:
             await self._readers[shard].give_up()

@@ -236,12 +236,12 @@ class Assignment:
         return Moves(take, leave)
 
 
-# When a shard of a queue is taken anew, though it stays with its worker. The rules:
+# When a shard of a queue is taken again, though it stays with its worker. The rules:
 #
 # 1. The broker gives a consumer `consumer_timeout` for each message, counted from its delivery,
 #    whether it is begun or waits here for its turn, for its next attempt or for its dead letter to
 #    be stored. Then it closes the channel, in the middle of whatever runs.
-# 2. A shard is taken anew when something of it has waited for two fifths of that time. It is looked
+# 2. A shard is taken again when something of it has waited for two fifths of that time. It is looked
 #    at every tenth, so none waits for longer than half.
 # 3. What a handler is at work on does not count: it can't be given back. So handlers have the other
 #    half, and only one that takes longer than that may lose its shard.
@@ -251,7 +251,7 @@ LOOK_SHARE = 0.1
 
 
 class Renewals:
-    """Which shards to take anew, of a worker that looks as often as it likes."""
+    """Which shards to take again, of a worker that looks as often as it likes."""
 
     def __init__(self, consumer_timeout: float | None) -> None:
         self._consumer_timeout = consumer_timeout
