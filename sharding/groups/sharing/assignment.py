@@ -241,8 +241,8 @@ class Assignment:
 # 1. The broker gives a consumer `consumer_timeout` for each message, counted from its delivery,
 #    whether it is begun or waits here for its turn, for its next attempt or for its dead letter to
 #    be stored. Then it closes the channel, in the middle of whatever runs.
-# 2. A shard is taken again when something of it has waited for two fifths of that time. It is looked
-#    at every tenth, so none waits for longer than half.
+# 2. A shard is taken again when something of it has waited for two fifths of that time. It is
+#    looked at every tenth, so none waits for longer than half.
 # 3. What a handler is at work on does not count: it can't be given back. So handlers have the other
 #    half, and only one that takes longer than that may lose its shard.
 
