@@ -113,6 +113,22 @@ pytest_runtest_setup = pytest.hookimpl(wrapper=True)(_skip_what_is_not_ours)
 pytest_runtest_call = pytest.hookimpl(wrapper=True)(_skip_what_is_not_ours)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let a log hold anything: xdist ends the whole run at text that UTF-8 can't express."""
+    report = yield
+    report.sections = [(name, _printable(text)) for name, text in report.sections]
+    if report.longrepr is not None and not isinstance(report.longrepr, tuple):
+        text = str(report.longrepr)
+        if text != _printable(text):
+            report.longrepr = _printable(text)
+    return report
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 @pytest.fixture(scope="session")
 def broker_version(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--broker-version"))

@@ -31,7 +31,7 @@ from typing import Any
 from sharding.amqp.session import Channel, Refused, Session
 from sharding.cluster.control_plane import ControlPlane
 from sharding.cluster.management import NoAnswer
-from sharding.errors import InvalidInput, LocalError, RemoteError, Unreachable
+from sharding.errors import InvalidInput, LocalError, RemoteError, Unreachable, reason
 from sharding.maps.map_log import State
 from sharding.maps.naming import SHARDS_KEY, ShardName, shards_exchange, unrouted
 from sharding.maps.planning import Member, next_map, wanted_shards
@@ -136,8 +136,6 @@ class Manager:
             raise
         if not placed:
             raise Unreachable(f"no node can be reached to make shards of {logical!r} on")
-        await self._check_not_forgotten()
-        await _make_net(session, unrouted(logical))
         exchange = await self._open_exchange(session, logical, policy, current)
         members = [await self._as_seen(member, member.name in tokens) for member in members]
         return next_map(logical, policy, members, placed, tokens, current, exchange)
@@ -166,9 +164,13 @@ class Manager:
         One that is in use already stays in use, whatever the policy says of durability now.
         """
         in_use = current is not None and current.exchange == logical
+        is_there = in_use and await _exists(session, exchange=logical)
+        if not is_there:
+            await self._check_not_forgotten()
+        await self._make_net(session, unrouted(logical))
         for name in (logical, f"warren: {logical}"):
             try:
-                if not (in_use and await _exists(session, exchange=name)):
+                if not is_there:
                     await _declare_exchange(
                         session, name, durable=policy.durable, arguments=net(logical)
                     )
@@ -187,6 +189,24 @@ class Manager:
                 channel.close()
             return name
         raise InvalidInput("exchange", "must be one of ours or not exist", f"warren: {logical}")
+
+    async def _make_net(self, session: Session, name: str) -> None:
+        """The way to a queue, and the queue. Durable whatever the shards are: for the unexpected.
+
+        While its node is down, the broker refuses what would go there with a nack.
+        """
+        await _declare_exchange(session, name, "fanout", internal=True)
+        channel = await session.channel()
+        try:
+            async with asyncio.timeout(self._plane.options.answer_timeout):
+                await channel.declare(name, durable=True, arguments=CLASSIC)
+                await channel.bind(name, name, "")
+        except (Refused, TimeoutError) as error:
+            if isinstance(error, Refused) and error.code != NOT_FOUND:
+                raise
+            self._note(f"{name!r}, the queue of unrouted messages, is away: {reason(error)}")
+        finally:
+            channel.close()
 
     async def _place(
         self,
@@ -334,17 +354,6 @@ class Manager:
 def net(logical: str) -> dict[str, str]:
     """The arguments of an exchange of ours: where what reaches no shard goes."""
     return {"alternate-exchange": unrouted(logical)}
-
-
-async def _make_net(session: Session, name: str) -> None:
-    """The way to a queue, and the queue. Durable whatever the shards are: for the unexpected."""
-    await _declare_exchange(session, name, "fanout", internal=True)
-    channel = await session.channel()
-    try:
-        await channel.declare(name, durable=True, arguments=CLASSIC)
-        await channel.bind(name, name, "")
-    finally:
-        channel.close()
 
 
 async def _declare_exchange(session: Session, exchange: str, *kind: str, **options: Any) -> None:

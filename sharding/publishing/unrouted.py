@@ -64,7 +64,7 @@ async def _bring(session: Session, shard_map: ShardMap) -> int:
                 # of 36); what is confirmed behind the acknowledgements proves that they arrived.
                 await reading.publish("", queue, b"", _end("", expires_ms=1))
         except Refused as error:
-            if error.code == _NOT_FOUND:  # somebody deleted it
+            if error.code == _NOT_FOUND and "no queue" in error.text:  # somebody deleted it
                 return 0
             if error.code != ACCESS_REFUSED or "exclusive" not in error.text:
                 raise

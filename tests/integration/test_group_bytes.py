@@ -18,6 +18,7 @@ import pytest
 
 from sharding import Policy, ShardMap, Topology
 from sharding.groups import AioConsumerGroup, ConsumerGroup, Delivery, Retry
+from sharding.maps.naming import SHARDS_KEY
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
@@ -212,7 +213,7 @@ class Trial:
         self._messages = [
             Raw(
                 messages.key(),
-                messages.properties(random_.choice(shards), place.witness),
+                messages.properties(SHARDS_KEY, random_.choice(shards), place.witness),
                 b"%d|" % number + random_.randbytes(random_.choice(SIZES)),
             )
             for number in range(count)
@@ -321,7 +322,7 @@ def test_any_message_meets_handlers_that_hang(topology: Topology, place: Place, 
 def headers_of(place: Place, *fields: bytes, shard: int = 0) -> bytes:
     """Encoded properties with these fields, for one shard and the witness."""
     name = place.shard_map.shards[shard].name
-    copies = b"".join(b"S" + sized(each.encode()) for each in (name, place.witness))
+    copies = b"".join(b"S" + sized(each.encode()) for each in (SHARDS_KEY, name, place.witness))
     return b"\x20\x00" + sized(short(b"BCC") + b"A" + sized(copies) + b"".join(fields))
 
 

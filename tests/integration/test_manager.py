@@ -215,7 +215,7 @@ def is_exchange(cluster: Cluster, logical: str) -> bool:
     return logical in {exchange["name"] for exchange in exchanges}
 
 
-@pytest.mark.parametrize("step", ["_declare_exchange", "_place", "_where"])
+@pytest.mark.parametrize("step", ["_open_exchange", "_place", "_where"])
 def test_what_another_forgets_in_the_middle_of_a_round_stays_forgotten(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

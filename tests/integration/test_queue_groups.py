@@ -28,6 +28,7 @@ from sharding.groups import (
 )
 from sharding.groups.queues.shard_reader import NotLockable
 from sharding.groups.queues.worker import exchange_of
+from sharding.maps.naming import SHARDS_KEY
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
@@ -182,12 +183,16 @@ def test_a_handler_that_fails_now_and_then_is_tried_again_in_order(
 def test_what_always_fails_becomes_a_dead_letter_with_the_reason(
     cluster: Cluster, topology: Topology, images: str
 ) -> None:
+    shard_map = topology.shard_map(images)
+    assert shard_map is not None
+    way: list[Any] = [SHARDS_KEY, shard_map.shard_of("key-1").name]
+    # Another client's, with a copy of its own; on our channels that is refused.
     properties = pika.BasicProperties(
         delivery_mode=2,
         content_type="text/plain",
         message_id="m-1",
         expiration="600000",
-        headers={"trace": "abc", "CC": ["elsewhere"], "n": 7},
+        headers={"trace": "abc", "CC": ["elsewhere"], "BCC": way, "n": 7},
     )
 
     def fail(delivery: Delivery) -> None:
@@ -197,7 +202,9 @@ def test_what_always_fails_becomes_a_dead_letter_with_the_reason(
     log = Log(fail)
     began = datetime.now(UTC)
     with ShardedPublisher(topology, images, confirm_timeout=PATIENCE) as publisher:
-        publisher.publish("key-1", b"99", properties)
+        with raw_channel(cluster.nodes[0]) as channel:
+            channel.confirm_delivery()
+            channel.basic_publish(images, "key-1", b"99", properties, mandatory=True)
         publisher.publish("key-1", b"100")
     with ConsumerGroup(topology, images, log, options=patient.group(retry=QUICK)) as group:
         wait_until(lambda: log.numbers() == [100], explain=lambda: str(group.counters))
