@@ -21,6 +21,7 @@ from interceptors.rules import Placement
 from sharding.cluster.topology import Topology
 
 C = TypeVar("C")
+OnBlocked = Callable[["ShardedConnection", Any], object]
 
 
 class WrappedConnection(Generic[C]):
@@ -68,6 +69,12 @@ class ShardedConnection(WrappedConnection[pika.BlockingConnection]):
         wrapped = ShardedChannel(inner, self._topology, **self._options)
         wrapped.connection = self  # or a channel of it would not be sharded
         return wrapped
+
+    def add_on_connection_blocked_callback(self, callback: OnBlocked) -> None:
+        self._wrapped.add_on_connection_blocked_callback(lambda _, frame: callback(self, frame))
+
+    def add_on_connection_unblocked_callback(self, callback: OnBlocked) -> None:
+        self._wrapped.add_on_connection_unblocked_callback(lambda _, frame: callback(self, frame))
 
 
 class AsyncShardedConnection(WrappedConnection[Connection]):

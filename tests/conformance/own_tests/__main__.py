@@ -12,8 +12,7 @@ again alone, wrapped and bare, and called ours only if it fails wrapped and pass
 
 What is known to differ:
 
-* blocking: `isinstance(channel, BlockingChannel)` is false; a blocked callback gets the connection
-  that was wrapped (one test each);
+* blocking: `isinstance(channel, BlockingChannel)` is false (one test);
 * aio: two tests replace a private method of aio-pika's queue class, and compare the queue that it
   is called on with the one that they hold, which is ours
   (`test_cancel_during_recovery_wakes_next_pass`, `test_queue_disappears_after_probe`).
