@@ -73,6 +73,7 @@ class AioShardedChannel(Proxy):
         "_publishing",
         "_robust",
         "_topology",
+        "_uninformed",
         "close_callbacks",
         "counters",
         "return_callbacks",

@@ -66,6 +66,7 @@ class DeferringChannel:
         self._inner: Any = channel
         self._channel = channel
         self._topology = topology
+        self._confirm_timeout = confirm_timeout
         self._order = CallOrder(self._fail)
         connection: Any = channel.connection
         self._steps = Steps(

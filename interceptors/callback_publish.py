@@ -27,7 +27,7 @@ from interceptors.callback_base import DeferringChannel, OnFrame
 from interceptors.calls import send_again
 from interceptors.rules import Placement, Returned, Stray
 from sharding.cluster.topology import Topology
-from sharding.errors import InvalidInput, WarrenError
+from sharding.errors import InvalidInput, OutcomeUnknown, WarrenError
 from sharding.maps.shard_map import Shard, ShardMap
 from sharding.metrics.sources import Subject
 from sharding.outcomes import PUBLISHING_COUNTED
@@ -70,8 +70,13 @@ class Unconfirmed:
         self.counts = {"confirmed": 0, "nacked": 0, "returned": 0}
 
     @property
-    def count(self) -> int:
-        return len(self._sent) + len(self._returned)
+    def last(self) -> int:
+        """The tag of the message that was published last."""
+        return self._last
+
+    def has_any_through(self, tag: int) -> bool:
+        """Whether a message up to this one is not confirmed; tags only grow."""
+        return any(next(iter(each), tag + 1) <= tag for each in (self._sent, self._returned))
 
     def sent(self, publication: Publication | None) -> None:
         """One more was published; None if it can't come back."""
@@ -146,7 +151,7 @@ class PublishingChannel(DeferringChannel):
         self._published = 0
         self._uninformed: set[str] = set()
         """Exchanges that were published to here while no map of theirs was known."""
-        self._all_confirmed = Wake()
+        self._confirmed = Wake()
         self._transacting = False
         self._returns = rules.Returns()
         self._strays: list[Stray] = []
@@ -265,8 +270,24 @@ class PublishingChannel(DeferringChannel):
         if self._unconfirmed is None:
             await super()._routed(exchange)
             return
-        while self._unconfirmed.count:
-            await self._all_confirmed.wait()
+        last = self._unconfirmed.last
+        expired: list[bool] = []
+
+        def expire() -> None:
+            expired.append(True)
+            self._confirmed()
+
+        timer = self._inner.connection._adapter_call_later(self._confirm_timeout, expire)
+        try:
+            while self._unconfirmed.has_any_through(last) and not expired:
+                await self._confirmed.wait()
+        finally:
+            self._inner.connection._adapter_remove_timeout(timer)
+        if expired:
+            raise OutcomeUnknown(
+                f"the broker did not confirm all messages within {self._confirm_timeout:g} s "
+                "(confirm_timeout)"
+            )
 
     def _check_available(self, shard_map: ShardMap, shard: Shard) -> None:
         rules.check_available(shard_map, shard, self._topology.unavailable(shard.name))
@@ -277,8 +298,7 @@ class PublishingChannel(DeferringChannel):
         verdicts, suspects = self._unconfirmed.confirmed(frame.method)
         for shard in suspects:
             self._suspect(shard)
-        if not self._unconfirmed.count:
-            self._all_confirmed()
+        self._confirmed()
         for verdict in verdicts:
             told = frame
             if verdict is not frame.method:

@@ -21,7 +21,7 @@ from interceptors.rules import EveryShard, Placement, Returns, Stray
 from sharding.amqp.connected_node import node_with_token
 from sharding.amqp.session import ACCESS_REFUSED, Refused
 from sharding.cluster.topology import Topology
-from sharding.errors import ShardUnavailable, Unreachable, WarrenError
+from sharding.errors import InvalidInput, ShardUnavailable, Unreachable, WarrenError
 from sharding.maps.consumer_spread import Looks, better_shard
 from sharding.maps.shard_map import ShardMap
 from sharding.publishing.unrouted import bring_unrouted
@@ -115,12 +115,12 @@ class Calls:
         try:
             await self.port.routed(logical)
             await self.port.wait(bring_unrouted(self._topology, logical))
-        except Refused as error:
-            if error.code != ACCESS_REFUSED:
-                raise
-            # This user can't, now and later. To publish nothing more would help nobody.
-            logger.warning("what was published to %r early stays unrouted: %s", logical, error)
         except WarrenError as error:
+            has_no_right = isinstance(error, Refused) and error.code == ACCESS_REFUSED
+            if has_no_right or isinstance(error, InvalidInput):
+                # Not now, and not later. To publish nothing more would help nobody.
+                logger.warning("what was published to %r early stays unrouted: %s", logical, error)
+                return
             raise ShardUnavailable(
                 f"messages published to {logical!r} before its shards were known are not in them "
                 f"yet, and nothing more was sent: {error}"

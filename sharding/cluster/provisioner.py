@@ -102,12 +102,15 @@ class Manager:
     async def take_down(self, logical: str) -> None:
         """Remove what is behind an exchange that was deleted. What is kept, and shards, stay."""
         session = await self._plane.connected()
+        await self._plane.refresh(session)
+        if logical in self._plane.log.state.maps:  # somebody shards it again
+            return
         kept = unrouted(logical)
         channel = await session.channel()
         try:
             await channel.delete_exchange(shards_exchange(logical))
+            await channel.delete_empty(kept)  # refused if anything is kept, and then its way stays
             await channel.delete_exchange(kept)
-            await channel.delete_empty(kept)
         except Refused as error:
             logger.info("%r stays: %s", kept, error.text)
         finally:
@@ -167,7 +170,7 @@ class Manager:
         is_there = in_use and await _exists(session, exchange=logical)
         if not is_there:
             await self._check_not_forgotten()
-        await self._make_net(session, unrouted(logical))
+        await self._make_net(session, unrouted(logical), is_there)
         for name in (logical, f"warren: {logical}"):
             try:
                 if not is_there:
@@ -190,10 +193,11 @@ class Manager:
             return name
         raise InvalidInput("exchange", "must be one of ours or not exist", f"warren: {logical}")
 
-    async def _make_net(self, session: Session, name: str) -> None:
+    async def _make_net(self, session: Session, name: str, is_in_use: bool) -> None:
         """The way to a queue, and the queue. Durable whatever the shards are: for the unexpected.
 
-        While its node is down, the broker refuses what would go there with a nack.
+        While its node is down, the broker refuses what would go there with a nack; but nothing is
+        opened that would lead nowhere.
         """
         await _declare_exchange(session, name, "fanout", internal=True)
         channel = await session.channel()
@@ -204,6 +208,8 @@ class Manager:
         except (Refused, TimeoutError) as error:
             if isinstance(error, Refused) and error.code != NOT_FOUND:
                 raise
+            if not is_in_use:
+                raise Unreachable(f"{name!r} can't be made: {reason(error)}") from None
             self._note(f"{name!r}, the queue of unrouted messages, is away: {reason(error)}")
         finally:
             channel.close()

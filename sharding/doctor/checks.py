@@ -28,7 +28,7 @@ from sharding.doctor.nodes import (
 from sharding.doctor.permissions import judge_monitoring, judge_rights, try_amqp, try_streams
 from sharding.doctor.reach import Place, Protocol, Reached, judge_place, probe, who_answers
 from sharding.errors import WarrenError
-from sharding.maps.naming import SHARDS_KEY, check_logical_name, check_name, unrouted
+from sharding.maps.naming import SHARDS_KEY, check_logical_name, check_name
 from sharding.stream.connections.transport import resolved
 from sharding.stream.protocol.constants import Broker
 
@@ -177,7 +177,7 @@ def judge_exchanges(
     ours = {
         name: str(net)
         for name, net in nets.items()
-        if net == unrouted(str(name).removeprefix("warren: "))
+        if net == f"{str(name).removeprefix('warren: ')}.unrouted"
     }
     if not ours:
         return []

@@ -72,8 +72,14 @@ def forwarded(raw: bytes, shard: str) -> pika.BasicProperties:
     """The properties of a message that was published without the way to its shard, to the byte.
 
     It was kept because its own copies led nowhere, so they may stay; a BCC the broker has removed.
+    The user id goes into a header, as the broker takes it from its owner only.
     """
     given = PropertyList.parse(raw)
+    user = given.short_string("user_id")
+    given = given.without("user_id")
+    if user is not None:
+        moved = Field(b"x-warren-user-id", long_string(user))
+        given = given.with_table(given.table + moved.encoded)
     keys = b"".join(long_string(write_name(key)) for key in (SHARDS_KEY, shard))
     way = Field(b"BCC", b"A" + struct.pack(">I", len(keys)) + keys)
     sent = given.with_table(given.table + way.encoded).encoded

@@ -16,6 +16,7 @@ from sharding.publishing.unrouted import bring_unrouted
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
+from tests.support.raw_amqp import Raw, RawConnection
 from tests.support.sharded import (
     connection_to,
     drain,
@@ -106,6 +107,44 @@ def test_what_no_shard_takes_stays_where_it_is(nodes: Cluster, topology: Topolog
     assert sorted(drain(nodes.nodes[0], shards)) == sorted(
         (shard_map.shard_of(key).name, key, body) for key, body in sent
     )
+
+
+def test_messages_that_can_not_be_sent_again_end_bringing_with_an_error(
+    nodes: Cluster, topology: Topology
+) -> None:
+    """They fill what the broker gives at a time, and nothing would ever come behind them."""
+    logical = fresh_queue()
+    shard(topology, logical)
+    with RawConnection(nodes.nodes[0].endpoint.amqp_url) as connection:
+        for _ in range(300):
+            connection.publish(logical, Raw(b"caf\xe9", b"\x00\x00", b"x"))
+        connection.wait_for_confirms()
+    with pytest.raises(InvalidInput, match="take them out"):
+        bring_unrouted(topology, logical).result(PATIENCE)
+    with connection_to(nodes.nodes[0]) as client:
+        channel = ShardedChannel(client.channel(), topology)
+        channel.confirm_delivery()
+        topology.forget(logical)
+        channel.basic_publish(logical, "user-1", b"kept behind them")
+        topology.ensure(logical)
+        channel.basic_publish(logical, "user-1", b"goes on")
+
+
+def test_exchange_that_is_deleted_and_made_again_keeps_its_net(
+    nodes: Cluster, topology: Topology
+) -> None:
+    logical = fresh_queue()
+    shard(topology, logical)
+    with connection_to(nodes.nodes[0]) as connection:
+        channel = ShardedChannel(connection.channel(), topology)
+        channel.exchange_delete(logical)
+    with pytest.raises(ChannelClosedByBroker):
+        publish_as_a_stranger(nodes.nodes[0], logical, [("user-1", b"no exchange")])
+    shards = shard(topology, logical)
+    topology.result(topology.futures.take_down(logical))  # of somebody who is late
+    publish_as_a_stranger(nodes.nodes[0], logical, [("user-1", b"kept")])
+    assert bring_unrouted(topology, logical).result(PATIENCE) == 1
+    assert [body for _, _, body in drain(nodes.nodes[0], shards)] == [b"kept"]
 
 
 def test_no_confirmed_message_is_lost_while_shards_are_made(nodes: Cluster) -> None:

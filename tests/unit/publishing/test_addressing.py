@@ -47,6 +47,15 @@ def test_what_is_forwarded_keeps_the_copies_that_led_nowhere() -> None:
         assert sent.priority == properties.priority
 
 
+def test_what_is_forwarded_has_its_user_id_as_a_header() -> None:
+    """The broker closes the channel at one that is not the publisher's own."""
+    sent = pika.BasicProperties()
+    given = pika.BasicProperties(user_id="alice", headers={"a": 1})
+    sent.decode(b"".join(forwarded(b"".join(given.encode()), SHARD).encode()))
+    assert sent.user_id is None
+    assert sent.headers == {"a": 1, "x-warren-user-id": "alice", "BCC": WAY}
+
+
 def test_properties_of_the_application_are_left_alone() -> None:
     given = pika.BasicProperties(headers={"a": 1}, priority=3)
     sent = addressed(given, SHARD)
