@@ -1,4 +1,5 @@
-"""What a run tells its developer: what each boot cost, and where the logs of a failure lie.
+"""What a run tells its developer: which tests took the time, what each boot cost, and where the
+logs of a failure lie.
 
 A run that boots more clusters than the pool has fails, and says which test asked: a test that boots
 its own costs everybody half a minute for ever.
@@ -9,9 +10,11 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections import Counter, deque
-from collections.abc import Generator, Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
+from heapq import nlargest
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -19,12 +22,17 @@ import pytest
 from tests.cluster import Cluster, boots, folders
 from tests.cluster.pool import Pool
 from tests.machine import PROJECT
+from tests.support import scheduling
 
 POOL = pytest.StashKey[Pool]()
 FAILURES = PROJECT / ".failures"
 
 _TAIL = 1_000_000
 _RECORDS = 20_000
+_LONGEST = 5
+
+_seconds: dict[str, float] = defaultdict(float)
+"""How long each test took, with what was made ready for it."""
 
 
 class _Recent(logging.Handler):
@@ -84,6 +92,10 @@ def _keep(folder: Path, clusters: Iterable[Cluster]) -> None:
                 target.write_bytes(log.read_bytes()[-_TAIL:])
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid] += report.duration
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if not is_worker(session.config) and too_many(session.config.stash[POOL]):
@@ -92,6 +104,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     pool = terminalreporter.config.stash[POOL]
+    if _seconds:
+        terminalreporter.section("longest groups: no run is shorter than its longest")
+        for group, seconds in longest_groups(_seconds, scheduling.groups(pool)):
+            terminalreporter.line(f"{seconds:5.0f} s  {group}")
     if not (booted := boots.noted()):
         return
     terminalreporter.section("clusters booted")
@@ -105,6 +121,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"discarded  {name}, as {lost.test} left it: {lost.reason}")
     for complaint in too_many(pool):
         terminalreporter.line(complaint, red=True)
+
+
+def longest_groups(
+    seconds: Mapping[str, float], group_of: Mapping[str, str]
+) -> list[tuple[str, float]]:
+    """The groups whose tests, which run one after the other, took the longest."""
+    took: dict[str, float] = defaultdict(float)
+    for test, each in seconds.items():
+        took[group_of[test]] += each
+    return nlargest(_LONGEST, took.items(), key=itemgetter(1))
 
 
 def too_many(pool: Pool) -> list[str]:

@@ -45,6 +45,12 @@ def _group(item: pytest.Item) -> str:
     return "spark" if folder == "spark" else "/".join([folder, *rest])
 
 
+def groups(pool: Pool) -> dict[str, str]:
+    """The group of each test."""
+    written: dict[str, str] = json.loads(_file(pool).read_text())
+    return written
+
+
 def _file(pool: Pool) -> Path:
     return pool.folder / "groups"
 
@@ -59,8 +65,7 @@ class ByGroup(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
 
     @cached_property
     def _groups(self) -> dict[str, str]:
-        groups: dict[str, str] = json.loads(_file(self._pool).read_text())
-        return groups
+        return groups(self._pool)
 
     def _split_scope(self, nodeid: str) -> str:
         return self._groups[nodeid]

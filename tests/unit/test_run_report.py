@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster import Cluster, boots
 from tests.cluster.pool import Discarded, Pool
-from tests.support.run_report import too_many
+from tests.support.run_report import longest_groups, too_many
 
 
 @dataclass
@@ -69,3 +69,9 @@ def test_cluster_that_a_fixture_could_not_make_ready_is_one_whose_logs_are_kept(
     assert using.__enter__() in pool.in_use
     assert not using.__exit__(RuntimeError, RuntimeError("no virtual host"), None)
     assert (pool.in_use, pool.failed) == ([], [cluster])
+
+
+def test_groups_are_told_by_what_all_their_tests_took() -> None:
+    group_of = {"a": "harm", "b": "harm", "c": "spark", "d": "unit/x.py"}
+    seconds = {"a": 2.0, "b": 3.0, "c": 4.0, "d": 0.5}
+    assert longest_groups(seconds, group_of) == [("harm", 5.0), ("spark", 4.0), ("unit/x.py", 0.5)]
