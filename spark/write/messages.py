@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from sharding.errors import InvalidInput
+from sharding.maps.slots import key_bytes, key_text
 from sharding.stream.messages.message import Properties, encode_data, encode_message
 from sharding.stream.producer.partitioning import by_hash
 from spark.options.write import MessageColumns
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Key: TypeAlias = str | bytes
+_KEY_TYPES = frozenset({str, bytes, type(None)})
 Fields: TypeAlias = Mapping[str, Any]
 
 
@@ -56,7 +58,7 @@ class Messages:
         return [
             encode_message(
                 body,
-                key=None if key is None else _text(key),
+                key=None if key is None else key_text(key),
                 properties=None if properties is None else stream_properties(properties),
                 application_properties=headers,
             )
@@ -72,20 +74,10 @@ class Messages:
 
 def head_of(key: Key) -> bytes:
     """What stands before the data section in a message of this key and a body."""
-    return encode_message(b"", key=_text(key)).removesuffix(encode_data(b""))
+    return encode_message(b"", key=key_text(key)).removesuffix(encode_data(b""))
 
 
 _kept_head = lru_cache(4_096)(head_of)  # most keys come again and again
-
-
-def _text(key: Key) -> str:
-    """A key as its annotation holds it."""
-    if isinstance(key, str):
-        return key
-    try:
-        return key.decode()
-    except UnicodeDecodeError:
-        raise InvalidInput("key", "must be UTF-8, to be kept with the message", key) from None
 
 
 @dataclass
@@ -198,12 +190,25 @@ def _check(
         at = next(at for at, body in enumerate(messages.bodies) if type(body) is not bytes)
         rule = f"{columns.value!r} must be bytes or text, not null"
         raise InvalidInput(f"row {count.rows + at} of the task", rule, messages.bodies[at])
+    if not set(map(type, messages.keys or ())) <= _KEY_TYPES:
+        _check_keys(messages.keys or (), columns, count)
     if not key_needed:
         return
     if messages.keys is None or None in messages.keys:
         at = 0 if messages.keys is None else messages.keys.index(None)
         rule = f"{columns.key or 'the key'!r} decides the shard and must not be null"
         raise InvalidInput(f"row {count.rows + at} of the task", rule, None)
+
+
+def _check_keys(keys: Sequence[Key | None], columns: MessageColumns, count: RowCount) -> None:
+    for at, key in enumerate(keys):
+        if key is None:
+            continue
+        try:
+            key_bytes(key)
+        except InvalidInput as refused:
+            where = f"row {count.rows + at} of the task"
+            raise InvalidInput(where, f"{columns.key or 'the key'!r} {refused.rule}", key) from None
 
 
 def _bytes(column: pa.Array) -> list[bytes]:

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from sharding.errors import InvalidInput, LocalError
-from sharding.maps.slots import Key, murmur3
-from sharding.stream.messages.message import text_of
+from sharding.maps.slots import Key, key_text, murmur3
 from sharding.stream.protocol.answers import Answer
 from sharding.stream.protocol.commands import Request, Route
 
@@ -121,7 +120,7 @@ class Targets(Generic[P]):
             return (self.only,)
         if not isinstance(self._routing, BrokerRoutes):
             return (self.by_function(key),)
-        streams = self._routing.streams(text_of(key))
+        streams = self._routing.streams(key_text(key))
         found = tuple(self._by_stream[each] for each in streams if each in self._by_stream)
         if not found:
             raise Unroutable(f"no partition of this producer is bound to the key {key!r}")
