@@ -101,7 +101,7 @@ class Administration:
             if self._calls.server_version >= _COMMAND_SINCE:
                 self._calls.call(DeleteSuperStream(name), self._timeout)
             else:
-                streams = self._routes.partitions(name, self._timeout)
+                streams = self._routes.partitions(name, self._timeout).streams
                 self._over_amqp.delete(name, streams)
         except StreamNotFound:
             if not missing_ok:

@@ -254,11 +254,14 @@ class Share:
 
 
 class Dealer:
-    """Deals by the hash that all stream clients agree on."""
+    """Deals by the hash that all stream clients agree on.
 
-    def __init__(self, partitions: int, keys_kept: int = _KEYS_KEPT) -> None:
-        self._partitions = partitions
-        self._routes = _Routes(partitions, keys_kept)
+    `bound` has the number of a partition for each binding: the hash chooses from those.
+    """
+
+    def __init__(self, bound: Sequence[int], keys_kept: int = _KEYS_KEPT) -> None:
+        self._partitions = max(bound) + 1
+        self._routes = _Routes(bound, keys_kept)
 
     def deal(self, messages: Messages) -> list[Share]:
         """A share for each partition, in order. Every row has a key: `of_batch` sees to that."""
@@ -282,13 +285,13 @@ class Dealer:
 class _Routes(dict[Key, tuple[int, bytes]]):
     """By key, the number of its partition and what stands before the body in its messages."""
 
-    def __init__(self, partitions: int, most: int) -> None:
+    def __init__(self, bound: Sequence[int], most: int) -> None:
         super().__init__()
-        self._partitions = partitions
+        self._bound = bound
         self._most = most
 
     def __missing__(self, key: Key) -> tuple[int, bytes]:
         if len(self) >= self._most:
             self.clear()  # cheaper than to know which are the oldest
-        route = self[key] = by_hash(key, self._partitions), head_of(key)
+        route = self[key] = self._bound[by_hash(key, len(self._bound))], head_of(key)
         return route
