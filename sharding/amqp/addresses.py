@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from urllib.parse import SplitResult, urlsplit
 
 import pika
@@ -12,13 +13,15 @@ import pika.exceptions
 
 from sharding.errors import InvalidInput
 
+_KNOWN_SCHEMES = ("amqp", "amqps", "http", "https", "rabbitmq-stream", "rabbitmq-stream+tls")
 
-def amqp_parameters(url: str) -> pika.URLParameters:
-    parts = checked_parts("urls", url, ("amqp", "amqps"))
-    try:
+
+def amqp_parameters(url: str, field: str = "urls") -> pika.URLParameters:
+    parts = checked_parts(field, url, ("amqp", "amqps"))
+    # Raised outside of `except`: pika's own error, which may hold anything, goes with no other.
+    with suppress(ValueError, TypeError, KeyError):
         return pika.URLParameters(url)
-    except ValueError:
-        raise InvalidInput("urls", "must be an AMQP URL", f"{parts.scheme}://…") from None
+    raise InvalidInput(field, "must be an AMQP URL", f"{parts.scheme}://…")
 
 
 def of_one_cluster(urls: Sequence[str]) -> list[pika.URLParameters]:
@@ -37,17 +40,37 @@ def of_one_cluster(urls: Sequence[str]) -> list[pika.URLParameters]:
 
 
 def checked_parts(field: str, url: str, schemes: tuple[str, ...]) -> SplitResult:
-    rule = f"must begin with {' or '.join(schemes)}, with / # ? in a password as %2F %23 %3F"
-    scheme, separator, _ = url.partition("://")
+    """The parts of a URL, if it can be read in one way only. Every URL that Warren is given
+    passes through here.
+
+    In one that is wrongly escaped the password may be anywhere: a / ? # in it ends the address
+    before the host, so that what is left of it is taken for host and port, and the rest for a
+    virtual host or a query. So a URL with an @ after the address, or a % in its host, is refused,
+    and an error shows no more of it than its scheme.
+    """
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in schemes and not parts.fragment and parts.hostname
-        _ = parts.port
+        after = f"{parts.path}{parts.query}{parts.fragment}"
+        readable = parts.port != 0 and not parts.fragment and "@" not in after
+        readable = readable and bool(parts.hostname) and "%" not in (parts.hostname or "")
     except ValueError:
-        usable = None
-    if not usable:
-        raise InvalidInput(field, rule, f"{scheme}://…" if separator else "…")
+        parts, readable = None, False
+    if parts is None or not readable or parts.scheme not in schemes:
+        raise InvalidInput(field, _rule(schemes), f"{_scheme_of(url, schemes)}…")
     return parts
+
+
+def _rule(schemes: tuple[str, ...]) -> str:
+    return (
+        f"must begin with {' or '.join(f'{each}://' for each in schemes)}, then user:password@ if "
+        "need be, then host:port; in user and password @ : / ? # % as %40 %3A %2F %3F %23 %25"
+    )
+
+
+def _scheme_of(url: str, schemes: tuple[str, ...]) -> str:
+    """What may be shown of a URL that can't be read."""
+    begins = url.partition("://")[0].lower()
+    return f"{begins}://" if begins in (*schemes, *_KNOWN_SCHEMES) else ""
 
 
 def connection_parameters(url: str) -> pika.ConnectionParameters:

@@ -34,7 +34,7 @@ from sharding.maps.json_fields import is_whole
 from sharding.maps.naming import check_name
 
 Key: TypeAlias = str | bytes | bytearray | memoryview
-"""A routing key: text is hashed as UTF-8, bytes as they are."""
+"""A routing key: text, which counts as its UTF-8 form, or bytes."""
 
 SEED = 104729
 """That of all RabbitMQ stream clients."""
@@ -48,18 +48,29 @@ def murmur3(key: Key) -> int:
     """
     # mmh3 would hash text by itself, but by the interpreter's own cached UTF-8 form; an explicit
     # encoding gives one place where a lone surrogate is refused. It takes no writable buffers.
-    return mmh3.hash(key if isinstance(key, bytes) else _to_bytes(key), SEED, signed=False)
+    return mmh3.hash(key if isinstance(key, bytes) else key_bytes(key), SEED, signed=False)
 
 
-def _to_bytes(key: str | bytearray | memoryview) -> bytes:
-    if isinstance(key, bytearray | memoryview):
+def key_bytes(key: Key) -> bytes:
+    """A key as it is hashed and sent. What a key may be is decided here, for queues, streams and
+    Spark: a number would be that many zero bytes to Python, and another key to every other client.
+    """
+    if isinstance(key, bytes | bytearray | memoryview):
         return bytes(key)
     if not isinstance(key, str):
-        raise InvalidInput("key", "must be str, bytes, bytearray or memoryview", key)
+        raise InvalidInput("key", "must be text or bytes", key)
     try:
         return key.encode()
     except UnicodeEncodeError:
         raise InvalidInput("key", "must be text that UTF-8 can express", key) from None
+
+
+def key_text(key: Key) -> str:
+    """A key as the annotation `x-routing-key` of a stream's message holds it, which is text."""
+    try:
+        return key_bytes(key).decode()
+    except UnicodeDecodeError:
+        raise InvalidInput("key", "must be UTF-8, to be written with the message", key) from None
 
 
 QUEUE_SLOTS = 16_384

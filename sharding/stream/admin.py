@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from typing import Any, Protocol, TypeVar
 
 import pika
 import pika.exceptions
 from pika.adapters.blocking_connection import BlockingChannel
 
+from sharding.amqp.addresses import amqp_parameters
 from sharding.errors import InvalidInput, LocalError, RemoteError, Unreachable
 from sharding.maps.naming import check_name
 from sharding.stream.errors import StreamExists, StreamNotFound
@@ -99,7 +101,7 @@ class Administration:
             if self._calls.server_version >= _COMMAND_SINCE:
                 self._calls.call(DeleteSuperStream(name), self._timeout)
             else:
-                streams = self._routes.partitions(name, self._timeout)
+                streams = self._routes.partitions(name, self._timeout).streams
                 self._over_amqp.delete(name, streams)
         except StreamNotFound:
             if not missing_ok:
@@ -136,7 +138,7 @@ class SuperStreamsOverAmqp:
     """Creates and deletes super streams through an AMQP port of the cluster."""
 
     def __init__(self, amqp_url: str | None, timeout: float) -> None:
-        self._url = amqp_url
+        self._parameters = None if amqp_url is None else amqp_parameters(amqp_url, "amqp_url")
         self._timeout = timeout
 
     def create(
@@ -177,12 +179,12 @@ class SuperStreamsOverAmqp:
 
     @contextmanager
     def _connection(self) -> Iterator[pika.BlockingConnection]:
-        if self._url is None:
+        if self._parameters is None:
             raise LocalError(
                 "this broker is older than 3.13 and makes super streams over AMQP only; "
                 "give the environment amqp_url='amqp://…'"
             )
-        parameters = pika.URLParameters(self._url)
+        parameters = copy(self._parameters)
         parameters.socket_timeout = parameters.stack_timeout = self._timeout
         parameters.blocked_connection_timeout = self._timeout
         try:

@@ -42,10 +42,10 @@ from sharding.stream.errors import StreamNotFound
 from sharding.stream.options import ConsumerOptions, ProducerOptions, RouteOptions, StreamArguments
 from sharding.stream.producer.partitioning import BrokerRoutes, PartitionFunction, by_hash
 from sharding.stream.producer.producer import Producer
-from sharding.stream.protocol.commands import QueryOffset
+from sharding.stream.protocol.commands import QueryOffset, QueryPublisherSequence
 from sharding.stream.protocol.constants import Broker, Limits
 from sharding.stream.routes.cache import RouteCache
-from sharding.stream.routes.values import Placement, StreamRoute
+from sharding.stream.routes.values import Partitions, Placement, StreamRoute
 from sharding.stream.uris import StreamUri, parse_all
 
 
@@ -211,8 +211,15 @@ class StreamEnvironment:
         return True
 
     def partitions(self, super_stream: str) -> tuple[str, ...]:
-        """The streams of a super stream, in the order that keys are routed by."""
-        return self._routes.partitions(super_stream, self.options.request_timeout)
+        """The streams of a super stream, each once, in the order that keys are routed by."""
+        return self._partitions(super_stream).streams
+
+    def bound_streams(self, super_stream: str) -> tuple[str, ...]:
+        """What a key's hash chooses from: a stream as often as it is bound to the super stream.
+
+        `bound_streams(name)[by_hash(key, len(…))]` is a key's partition for every stream client.
+        """
+        return self._partitions(super_stream).bound
 
     def route(self, stream: str) -> StreamRoute:
         """Where a stream lives now: its leader and its replicas."""
@@ -233,6 +240,11 @@ class StreamEnvironment:
     def stored_offset(self, name: str, stream: str) -> int | None:
         """The offset that a consumer of this name has stored, or None."""
         return self._locator.call(QueryOffset(name, stream), self.options.request_timeout).offset
+
+    def last_publishing_id(self, name: str, stream: str) -> int:
+        """The last id that the stream has from producers of this name; 0 for none."""
+        request = QueryPublisherSequence(name, stream)
+        return self._locator.call(request, self.options.request_timeout).publishing_id
 
     def store_offset(self, name: str, stream: str, offset: int) -> None:
         """Say that a consumer of this name has dealt with all up to `offset`; also backwards.
@@ -266,7 +278,7 @@ class StreamEnvironment:
         """A producer to the stream or super stream `name`; `changes` are fields of the options."""
         streams, super_stream = self._streams_of(name)
         producer = Producer(
-            streams,
+            streams.bound,
             self._routing(partitioning, super_stream),
             self._routes,
             self._pool,
@@ -283,7 +295,7 @@ class StreamEnvironment:
         """A consumer of the stream or of all partitions of the super stream `name`."""
         streams, super_stream = self._streams_of(name)
         chosen = replace(options or ConsumerOptions(), **changes)
-        consumer = Consumer(streams, self._access, chosen, super_stream=super_stream)
+        consumer = Consumer(streams.streams, self._access, chosen, super_stream=super_stream)
         self._open.add(consumer)
         return consumer
 
@@ -294,13 +306,16 @@ class StreamEnvironment:
         """
         return read_range(self._access, stream, first, end, **how)
 
-    def _streams_of(self, name: str) -> tuple[tuple[str, ...], str | None]:
+    def _partitions(self, super_stream: str) -> Partitions:
+        return self._routes.partitions(super_stream, self.options.request_timeout)
+
+    def _streams_of(self, name: str) -> tuple[Partitions, str | None]:
         """The streams behind a name, and the name itself if it is a super stream's."""
         try:
-            return self.partitions(name), name
+            return self._partitions(name), name
         except StreamNotFound:
             self.route(name)  # raises if there is no such stream either
-            return (name,), None
+            return Partitions(name, (name,)), None
 
     def _routing(
         self, partitioning: PartitionFunction | str, super_stream: str | None

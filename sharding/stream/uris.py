@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote
 
+from sharding.amqp.addresses import checked_parts
 from sharding.errors import InvalidInput
 from sharding.stream.protocol.constants import Broker
 
@@ -28,19 +29,12 @@ class StreamUri:
 
     @classmethod
     def parse(cls, text: str) -> StreamUri:
-        parts = _split(text)
-        if parts.scheme not in _PORTS:
-            raise _invalid(f"a scheme of {' or '.join(_PORTS)}", parts.scheme)
-        try:
-            port = parts.port
-        except ValueError:
-            raise _invalid("a port between 1 and 65535", parts.netloc.rpartition("@")[2]) from None
-        if not parts.hostname:
-            raise _invalid("a host name", parts.netloc.rpartition("@")[2])
-        if parts.query or parts.fragment:
-            raise _invalid("no query: what it would say are options", parts.query or parts.fragment)
+        parts = checked_parts("url", text, tuple(_PORTS))
+        if parts.query:
+            rule = "must have no query: what it would say are options"
+            raise InvalidInput("url", rule, f"{parts.scheme}://…?…")
         return cls(
-            Broker(parts.hostname, port or _PORTS[parts.scheme]),
+            Broker(parts.hostname or "", parts.port or _PORTS[parts.scheme]),
             tls=parts.scheme.endswith("+tls"),
             user=unquote(parts.username) if parts.username is not None else "guest",
             password=unquote(parts.password) if parts.password is not None else "guest",
@@ -60,14 +54,3 @@ def parse_all(texts: Sequence[str]) -> list[StreamUri]:
             "urls", "must agree on TLS, user, password and virtual host", [u.address for u in uris]
         )
     return uris
-
-
-def _split(text: str) -> SplitResult:
-    try:
-        return urlsplit(text)
-    except ValueError:  # half an IPv6 address; its text may hold a password
-        raise _invalid("an address of the form host:port", "…") from None
-
-
-def _invalid(rule: str, found: object) -> InvalidInput:
-    return InvalidInput("url", f"must have {rule}", found)

@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import SplitResult, quote, urlsplit, urlunsplit
 
-from sharding.errors import LocalError
+from sharding.amqp.addresses import checked_parts
+from sharding.errors import InvalidInput, LocalError
 from spark.options.values import BadOption, Hidden, OptionValues
 
 if TYPE_CHECKING:
@@ -115,23 +116,36 @@ class Credentials:
         )
 
 
-def uri_without_login(option: str, text: str) -> SplitResult:
-    """The parts of `text`, which must hold neither user nor password: Spark shows it in plans."""
-    rule = (
-        "must hold no user and no password, since Spark shows it in query plans; give them with "
-        "the options user and password, passwordFile or passwordEnv"
-    )
-    # Also where it can't be parsed: then the password may be the reason.
-    if "@" in text:
-        raise BadOption(option, rule, Hidden())
+def uris_without_login(
+    values: OptionValues, option: str, schemes: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The addresses of an option, which must hold neither user nor password."""
+    # Before anything else is looked at: a password may be the reason why they can't be told apart.
+    _refuse_login(option, values.text(option, ""))
+    uris = values.names(option, shown=False)
+    for uri in uris:
+        uri_without_login(option, uri, schemes)
+    return uris
+
+
+def uri_without_login(option: str, text: str, schemes: tuple[str, ...]) -> SplitResult:
+    """The parts of `text`, which must hold neither user nor password."""
+    _refuse_login(option, text)
     try:
-        parts = urlsplit(text)
-        parts.port  # noqa: B018  # raises for a port that is none
-    except ValueError:
-        raise BadOption(option, "must be an address such as scheme://host:port", text) from None
-    if not parts.hostname:
-        raise BadOption(option, "must be an address such as scheme://host:port", text)
-    return parts
+        return checked_parts(option, text, schemes)
+    except InvalidInput as unreadable:
+        found = unreadable.found
+    places = " or ".join(f"{scheme}://" for scheme in schemes)
+    raise BadOption(option, f"must begin with {places}, then host:port", found)
+
+
+def _refuse_login(option: str, text: str) -> None:
+    if "@" in text:
+        rule = (
+            "must hold no user and no password, since Spark shows it in query plans; give them "
+            "with the options user and password, passwordFile or passwordEnv"
+        )
+        raise BadOption(option, rule, Hidden())
 
 
 def _in_file(option: str, path: str, read_file: Callable[[str], str]) -> str:
@@ -204,10 +218,11 @@ class ConnectOptions:
 
     @classmethod
     def parse(cls, values: OptionValues) -> ConnectOptions:
-        uris = values.names("uri") or (_DEFAULT_URI,)
-        schemes = {uri_without_login("uri", uri).scheme for uri in uris}
-        if len(schemes) > 1 or not schemes <= {_PLAIN, _TLS}:
-            raise BadOption("uri", f"must begin with {_PLAIN}:// or {_TLS}://", ", ".join(uris))
+        uris = uris_without_login(values, "uri", (_PLAIN, _TLS)) or (_DEFAULT_URI,)
+        schemes = {urlsplit(uri).scheme for uri in uris}
+        if len(schemes) > 1:
+            rule = f"must all begin with {_PLAIN}://, or all with {_TLS}://"
+            raise BadOption("uri", rule, ", ".join(uris))
         return cls(
             uris=uris,
             credentials=Credentials.parse(values),

@@ -195,7 +195,7 @@ class Selection:
         pattern = values.text("streamPattern", "")
         single = values.text("stream") or values.text("superStream")
         if url:
-            uri_without_login("managementUrl", url)
+            uri_without_login("managementUrl", url, ("http", "https"))
         if kind != "streamPattern":
             if url:
                 raise BadOption("managementUrl", "is for streamPattern only", kind)

@@ -122,14 +122,15 @@ class OptionValues:
             raise BadOption(name, "must be a time with its unit (500ms, 30s, 15m, 1h)", text)
         return float(match[1]) * unit
 
-    def names(self, name: str) -> tuple[str, ...]:
+    def names(self, name: str, *, shown: bool = True) -> tuple[str, ...]:
         """A list with commas between; nothing given is the empty list. No name may come twice."""
         text = self.text(name)
         if text is None:
             return ()
         parts = tuple(part.strip() for part in text.split(","))
         if not all(parts) or len(set(parts)) < len(parts):
-            raise BadOption(name, "must be different names with commas between", text)
+            found = text if shown else Hidden()
+            raise BadOption(name, "must be different names with commas between", found)
         return parts
 
     def json_object(self, name: str) -> Mapping[str, object] | None:

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from spark.options.connect import uri_without_login
+from spark.options.connect import uris_without_login
 from spark.options.values import BadOption, OptionValues
 
 if TYPE_CHECKING:
@@ -130,11 +130,7 @@ class WriteOptions:
 
 
 def _amqp_uris(values: OptionValues) -> tuple[str, ...]:
-    uris = values.names("amqpUri") or (_DEFAULT_AMQP,)
-    schemes = {uri_without_login("amqpUri", uri).scheme for uri in uris}
-    if not schemes <= {"amqp", "amqps"}:
-        raise BadOption("amqpUri", "must begin with amqp:// or amqps://", ", ".join(uris))
-    return uris
+    return uris_without_login(values, "amqpUri", ("amqp", "amqps")) or (_DEFAULT_AMQP,)
 
 
 _TIMES: Final = ("timestamp", "timestamp_ntz", "timestamp_ltz")

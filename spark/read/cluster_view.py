@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from sharding.stream.errors import StreamNotFound
-from sharding.stream.options import ConsumerOptions
+from sharding.stream.errors import DataLost, StreamNotFound
+from sharding.stream.options import Columns, ConsumerOptions
 from spark.options.read import ReadOptions, listed_streams
 from spark.read.columns import client_columns
-from spark.read.planning import (
-    Extent,
-    StreamRange,
-)
+from spark.read.planning import Extent, Seen, StreamRange
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from sharding.stream.environment import StreamEnvironment
+
+logger = logging.getLogger("warren.spark")
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
 _QUERIES_AT_ONCE = 8
@@ -57,6 +57,17 @@ class ClusterView:
         except StreamNotFound:
             return None
 
+    def is_stored_at(self, stream: str, seen: Seen) -> bool:
+        """Whether a stream has the chunk that was seen, and not another one in its place."""
+        try:
+            place, columns = seen.chunk, Columns(raw=True)  # whatever is in it
+            found = self._environment.read_range(stream, place, place + 1, columns=columns)
+            batch = next(found, None)
+            found.close()
+        except DataLost:
+            return True  # retention was faster: what is lost is seen elsewhere
+        return batch is not None and batch.column("timestamp")[0].value == seen.time
+
     def offset_at(self, stream: str, timestamp_ms: int) -> int | None:
         """The first offset that was stored at that time or later; None if nothing was."""
         time = _EPOCH + timedelta(milliseconds=timestamp_ms)
@@ -79,9 +90,17 @@ class ClusterView:
             match_unfiltered=options.filter.match_unfiltered,
             on_data_loss="raise" if options.fail_on_data_loss else "skip",
         )
-        for batch in reading:
-            yield batch, str(reading.node)
+        try:
+            for batch in reading:
+                yield batch, str(reading.node)
+        except StreamNotFound as gone:
+            if options.fail_on_data_loss:
+                raise
+            logger.warning("offsets up to %d are passed over: %s", found.end, gone)
 
     def _extent(self, stream: str) -> Extent:
         ends = self._environment.offsets(stream)
-        return Extent() if ends is None else Extent(ends.first, ends.last + 1)
+        if ends is None:
+            return Extent(seen=Seen(0))
+        seen = Seen(ends.last + 1, ends.last_chunk, ends.last_time)
+        return Extent(ends.first, ends.last + 1, ends.first_time, seen)

@@ -9,20 +9,24 @@ A checkpoint's offset is the next offset to read of every stream. Rules:
    then and whatever retention has deleted.
 2. The very first batch is planned even if there is nothing to read: from then on "latest" is a
    place in the checkpoint and not a moment that each restart moves.
-3. A stream that is no longer there and had been read to its end is forgotten. With rows that were
-   not read, and also where that can't be known, it is a loss.
-4. A stream that ends before the place to go on at was deleted and made again: a loss. But an empty
-   one may only have been emptied by retention: it is waited for.
-5. Losses fail the query, or, where they are allowed, are passed over: the stream goes on at its
-   first message.
+3. What was last seen of a stream's end is kept under `seen`. A stream that is no longer there and
+   had been read to that end is forgotten. With rows that were not read, and also where that can't
+   be known, it is a loss.
+4. A stream that was deleted and made again is a loss. It ends before the place to go on at or
+   before the last chunk that was seen; or it has another chunk there, stored at another time. That
+   is looked up once after a start, and again when the stream begins with a chunk that is younger
+   than one that came later. An empty one may only have been emptied by retention: it is waited for.
+5. Losses fail the query, or, where they are allowed, are passed over and counted, under `lost`: the
+   stream goes on at its first message.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 from pyspark.sql.datasource import InputPartition
 
@@ -35,12 +39,25 @@ class StreamGone(RemoteError):
     """A stream with messages that were not read was deleted, or made again."""
 
 
+class Seen(NamedTuple):
+    """What was last seen of a stream: where it ended, and of its last chunk, if there was any, the
+    first offset and when it was stored, in milliseconds since 1970."""
+
+    end: int
+    chunk: int = -1
+    time: int = 0
+
+
 @dataclass(frozen=True)
 class Extent:
     """What a stream holds: offsets from `first` up to `end`, without it; equal if it is empty."""
 
     first: int = 0
     end: int = 0
+    first_time: int = 0
+    """When its first chunk was stored."""
+    seen: Seen | None = None
+    """Of its end, also where `end` is only what may be read now."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,11 @@ class Offsets:
     """Where the batch that ends here began, for streams where the batch before does not say."""
     initial: bool = False
     """Whether no batch ends here: the query begins."""
+    seen: Mapping[str, Seen] = field(default_factory=dict)
+    """What the plan of the batch that ends here saw of each stream."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """How many offsets were passed over so far, where that is allowed; Spark reports it with the
+    query's progress."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, object]) -> Offsets:
@@ -61,7 +83,13 @@ class Offsets:
                 f"the checkpoint's offset has version {value.get('version')!r} and not {_VERSION}: "
                 "it was written by a newer Warren, or not by Warren"
             )
-        return cls(_offsets(value, "next"), _offsets(value, "began"), bool(value.get("initial")))
+        return cls(
+            _offsets(value, "next"),
+            _offsets(value, "began"),
+            bool(value.get("initial")),
+            _seen(value),
+            _offsets(value, "lost"),
+        )
 
     def to_json(self) -> dict[str, object]:
         value: dict[str, object] = {"version": _VERSION, "next": dict(self.next)}
@@ -69,6 +97,10 @@ class Offsets:
             value["began"] = dict(self.began)
         if self.initial:
             value["initial"] = True
+        if self.seen:
+            value["seen"] = {stream: list(found) for stream, found in self.seen.items()}
+        if self.lost:
+            value["lost"] = dict(self.lost)
         return value
 
     def starts_after(self, start: Offsets) -> dict[str, int]:
@@ -86,6 +118,9 @@ class Batch:
     start: Offsets
     ranges: Mapping[str, tuple[int, int]]
     began: Mapping[str, int]
+    seen: Mapping[str, Seen] = field(default_factory=dict)
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """What this batch passes over, as far as it can be counted."""
 
     @property
     def waiting(self) -> int:
@@ -99,29 +134,82 @@ class Batch:
         after = {stream: self.ranges[stream][0] + size for stream, size in taken.items()}
         if not self.began and after == dict(self.start.next):
             return self.start
-        return Offsets(after, self.began)
+        lost = dict(self.start.lost)
+        for stream, count in self.lost.items():
+            lost[stream] = lost.get(stream, 0) + count
+        return Offsets(after, self.began, seen=self.seen, lost=lost)
 
 
-def plan(start: Offsets, extents: Mapping[str, Extent], *, fail_on_data_loss: bool) -> Batch:
-    """What there is to read in the streams of `extents` after `start`."""
+def plan(
+    start: Offsets,
+    extents: Mapping[str, Extent],
+    *,
+    fail_on_data_loss: bool,
+    made_again: Collection[str] = (),
+) -> Batch:
+    """What there is to read in the streams of `extents` after `start`.
+
+    `made_again` are those that are known to be other streams than before.
+    """
     ranges: dict[str, tuple[int, int]] = {}
     began: dict[str, int] = dict(start.next) if start.initial else {}
+    lost: dict[str, int] = {}
     for stream, extent in extents.items():
         begin = start.next.get(stream)
         if begin is None:
             begin = began[stream] = extent.first
-        elif begin > extent.end > 0:
+        elif stream in made_again or begin > extent.end > 0:
             if fail_on_data_loss:
-                raise StreamGone(
-                    f"{stream!r} ends at offset {extent.end}, but was read up to {begin} before: "
-                    "it was deleted and made again; start with a new checkpoint, or allow the loss "
-                    "(failOnDataLoss=false)"
-                )
+                raise _other_stream(stream, begin, extent)
+            seen = start.seen.get(stream)
+            if seen is not None and seen.end > begin:
+                lost[stream] = seen.end - begin
             begin = began[stream] = extent.first
         elif begin < extent.first and not fail_on_data_loss:
+            lost[stream] = extent.first - begin
             begin = began[stream] = extent.first
         ranges[stream] = (begin, max(begin, extent.end))
-    return Batch(start, ranges, {stream: at for stream, at in began.items() if stream in ranges})
+    for stream in start.next.keys() - extents.keys():
+        seen = start.seen.get(stream)
+        if seen is not None and seen.end > start.next[stream]:
+            lost[stream] = seen.end - start.next[stream]
+    return Batch(
+        start,
+        ranges,
+        {stream: at for stream, at in began.items() if stream in ranges},
+        {stream: extent.seen for stream, extent in extents.items() if extent.seen is not None},
+        lost,
+    )
+
+
+def _other_stream(stream: str, begin: int, extent: Extent) -> StreamGone:
+    how = (
+        f"ends at offset {extent.end}, but was read up to {begin} before"
+        if begin > extent.end
+        else f"has other messages before offset {begin} than were read from it"
+    )
+    return StreamGone(
+        f"{stream!r} {how}: it was deleted and made again; start with a new checkpoint, or allow "
+        "the loss (failOnDataLoss=false)"
+    )
+
+
+def is_shorter(extent: Extent, seen: Seen) -> bool:
+    """Whether a stream no longer has the last chunk that was seen of it, though it is not empty."""
+    return 0 < extent.end <= seen.chunk
+
+
+def may_be_another(extent: Extent, seen: Seen) -> bool:
+    """Whether a stream begins with a chunk that is younger than one that was seen behind it.
+
+    Clocks of two leaders may differ, so this is a reason to look at the chunk itself.
+    """
+    return extent.first_time > seen.time
+
+
+def has_chunk(extent: Extent, seen: Seen) -> bool:
+    """Whether a stream should still have the last chunk that was seen of it."""
+    return extent.first <= seen.chunk < extent.end
 
 
 def up_to_target(
@@ -135,21 +223,23 @@ def up_to_target(
     for stream, extent in extents.items():
         if stream in target or stream in start.next:
             end = max(target.get(stream, 0), start.next.get(stream, 0))
-            limited[stream] = Extent(extent.first, min(extent.end, end))
+            limited[stream] = replace(extent, end=min(extent.end, end))
     return limited
 
 
 def check_gone(start: Offsets, gone: Mapping[str, Extent | None]) -> None:
     """Raise if one of the streams that are no longer selected had rows that were not read.
 
-    None stands for a stream that does not exist any more.
+    None stands for a stream that does not exist any more: what was last seen of it counts.
     """
     for stream, extent in gone.items():
-        unread = None if extent is None else extent.end - start.next[stream]
+        last = start.seen.get(stream) if extent is None else Seen(extent.end)
+        unread = None if last is None else last.end - start.next[stream]
         if unread is None or unread > 0:
-            what = "is deleted" if unread is None else f"has {unread} offsets that were not read"
+            what = ["is deleted"] if extent is None else []
+            what += [f"has {unread} offsets that were not read"] if unread is not None else []
             raise StreamGone(
-                f"{stream!r} is no longer a part of what is read, and {what}; "
+                f"{stream!r} is no longer a part of what is read, and {' and '.join(what)}; "
                 "start with a new checkpoint, or allow the loss (failOnDataLoss=false)"
             )
 
@@ -186,6 +276,15 @@ def _offsets(value: Mapping[str, object], name: str) -> dict[str, int]:
     if not isinstance(found, dict) or not all(_is_offset(offset) for offset in found.values()):
         raise UnsupportedFormat(f"the checkpoint's offset is damaged: {name!r} holds {found!r}")
     return found
+
+
+def _seen(value: Mapping[str, object]) -> dict[str, Seen]:
+    found: Any = value.get("seen", {})
+    try:
+        return {stream: Seen(*map(int, parts)) for stream, parts in found.items()}
+    except (AttributeError, TypeError, ValueError):
+        problem = f"the checkpoint's offset is damaged: 'seen' holds {found!r}"
+        raise UnsupportedFormat(problem) from None
 
 
 def _is_offset(value: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
@@ -16,7 +17,7 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from sharding.errors import WarrenError, is_retryable
-from sharding.stream.errors import NoAnswerInTime
+from sharding.stream.errors import DataLost, NoAnswerInTime
 from spark.options.read import Place, Positions, ReadOptions, resolve
 from spark.options.values import BadOption
 from spark.process import environment
@@ -25,9 +26,13 @@ from spark.read.planning import (
     Batch,
     Extent,
     Offsets,
+    Seen,
     StreamRange,
     check_gone,
     cut,
+    has_chunk,
+    is_shorter,
+    may_be_another,
     plan,
     up_to_target,
 )
@@ -35,6 +40,8 @@ from spark.read.rows import read
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+logger = logging.getLogger("warren.spark")
 
 
 class BatchReader(DataSourceReader):
@@ -52,15 +59,9 @@ class BatchReader(DataSourceReader):
             starts = places(options.starting, Place.EARLIEST, extents, view)
             ends = places(options.ending, Place.LATEST, extents, view)
         ranges = [
-            StreamRange(stream, number, self._start(starts[stream], extents[stream]), ends[stream])
-            for stream, number in found.items()
+            StreamRange(stream, number, *self._range(stream, starts[stream], ends[stream], extent))
+            for (stream, number), extent in zip(found.items(), extents.values(), strict=True)
         ]
-        for found_range in ranges:
-            if found_range.first > found_range.end:
-                rule = (
-                    f"must not be after endingOffsets, {found_range.end} in {found_range.stream!r}"
-                )
-                raise BadOption("startingOffsets", rule, found_range.first)
         return cut(
             ranges,
             min_partitions=options.min_partitions,
@@ -70,10 +71,23 @@ class BatchReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read(self._options, partition)
 
-    def _start(self, offset: int, extent: Extent) -> int:
-        # Where a loss is allowed, nothing is gained by planning tasks for what is gone. Where it
-        # is not, the task that finds it missing says so.
-        return offset if self._options.fail_on_data_loss else max(offset, extent.first)
+    def _range(self, stream: str, start: int, end: int, extent: Extent) -> tuple[int, int]:
+        """What is to be read of a stream: from `start` up to `end`, as far as it is there."""
+        if start > end:
+            # From the first message there is to an earlier one: retention has passed the end. It
+            # deleted all that was asked for, and streams begin at 0.
+            if start != extent.first:
+                rule = f"must not be after endingOffsets, {end} in {stream!r}"
+                raise BadOption("startingOffsets", rule, start)
+            if self._options.fail_on_data_loss:
+                raise DataLost(stream, 0, extent.first)
+            start = 0
+        if self._options.fail_on_data_loss or start >= extent.first:
+            return start, end  # a task that finds something missing says so
+        # Nothing is gained by planning tasks for what is gone.
+        first = min(extent.first, end)
+        logger.warning("%d offsets of %r are gone, and passed over", first - start, stream)
+        return first, end
 
 
 def places(
@@ -98,8 +112,6 @@ def places(
         offsets[stream] = offset
     return offsets
 
-
-logger = logging.getLogger("warren.spark")
 
 _T = TypeVar("_T")
 _NO_LIMIT = 2**63 - 1
@@ -129,7 +141,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._initial: dict[str, object] | None = None
         self._target: Mapping[str, int] | None = None
         self._last_batch_at: float | None = None
-        self._seen: dict[str, int] = {}
+        self._seen: dict[str, Seen] = {}
         self._stored: dict[str, int] = {}
         self._runs = False
 
@@ -160,18 +172,24 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             # has planned one: for a query that is stopped or has nothing to read, never.
             self._store(begin)
         batch = self._ask(lambda view: self._plan(view, begin))
+        begin = batch.start
         limited = not isinstance(limit, ReadAllAvailable)
-        if limited and not begin.initial and self._waits(batch.waiting):
+        # Where a stream begins elsewhere than it ended, that is written down at once.
+        may_wait = limited and not begin.initial and not batch.began
+        if may_wait and self._waits(batch.waiting):
             return start
         end = batch.up_to(self._options.max_offsets if limited else None)
         if end is begin:
             return start  # the very same text, or Spark would run an empty batch
         self._last_batch_at = self._clock()
+        for stream, count in batch.lost.items():
+            logger.warning("%d offsets of %r are gone, and passed over", count, stream)
         return end.to_json()
 
     def reportLatestOffset(self) -> dict[str, object] | None:  # noqa: N802
         """For the progress report; Spark shows it beside what is read, so the lag can be seen."""
-        return Offsets(self._seen).to_json() if self._seen else None
+        ends = {stream: seen.end for stream, seen in self._seen.items()}
+        return Offsets(ends).to_json() if ends else None
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[StreamRange]:
         upto = Offsets.from_json(end)
@@ -221,13 +239,42 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _plan(self, view: ClusterView, begin: Offsets) -> Batch:
         extents = _extents(view)
-        self._seen = {stream: extent.end for stream, extent in extents.items()}
+        # What this process has seen is newer than what it last wrote down.
+        begin = replace(begin, seen={**begin.seen, **self._seen})
+        made_again = self._made_again(view, begin, extents)
         if self._options.fail_on_data_loss:
             gone = [stream for stream in begin.next if stream not in extents]
             check_gone(begin, {stream: view.extent_if_any(stream) for stream in gone})
+        known = extents
         if self._target is not None:
             extents = up_to_target(extents, self._target, begin)
-        return plan(begin, extents, fail_on_data_loss=self._options.fail_on_data_loss)
+        batch = plan(
+            begin,
+            extents,
+            fail_on_data_loss=self._options.fail_on_data_loss,
+            made_again=made_again,
+        )
+        # Only now: what a failed plan has seen must be found again by the next one.
+        self._seen = {stream: each.seen for stream, each in known.items() if each.seen is not None}
+        return batch
+
+    def _made_again(
+        self, view: ClusterView, begin: Offsets, extents: Mapping[str, Extent]
+    ) -> set[str]:
+        """The streams that are others than before, under the same name."""
+        found = set()
+        for stream, extent in extents.items():
+            seen = begin.seen.get(stream)
+            if seen is None or stream not in begin.next:
+                continue
+            first_look = stream not in self._seen
+            if is_shorter(extent, seen) or (
+                has_chunk(extent, seen)
+                and (first_look or may_be_another(extent, seen))
+                and not view.is_stored_at(stream, seen)
+            ):
+                found.add(stream)
+        return found
 
     def _store(self, done: Offsets) -> None:
         """Keep in the broker how far the query is, if that is asked for."""

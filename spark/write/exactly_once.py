@@ -10,10 +10,11 @@ rules.
 What it can't know, and asks for:
 
 * The rows of a batch depend on its input alone. Expressions that Spark itself calls not
-  deterministic are refused, but under Spark Connect, whose client can't see that; a function of
-  one's own that reads a clock is not seen.
+  deterministic are refused, but under Spark Connect, whose client can't see that. A function of
+  one's own that reads a clock is not seen before a batch is repeated, and refused then.
 * The checkpoint is not deleted, or everything comes twice: its query id is the producer's name.
-* The partitions of the target stay as many as they are while a batch is unfinished.
+* Query, options, input and the target's partitions stay as they are while a batch is unfinished:
+  if its rows are others when it is repeated, it is refused.
 * A stream remembers 255 names, so as many queries may write to it.
 
 The broker must be reachable from where this is called, as it is asked for the partitions; under
@@ -33,7 +34,14 @@ import pyarrow.compute as pc
 from sharding.errors import LocalError
 from spark.options.values import BadOption
 from spark.options.write import STREAM_OWNERS, MessageColumns, WriteOptions
-from spark.write.exactly_once_rules import StreamOwners, check_last_id, first_id
+from spark.write.exactly_once_rules import (
+    BATCHES,
+    RowIds,
+    StreamOwners,
+    check_known_rows,
+    older_checkpoint,
+    producer_name,
+)
 from spark.write.messages import Key
 from spark.write.targets import parse, resolve
 
@@ -74,7 +82,7 @@ def exactly_once(
     columns = MessageColumns.find(write, rows.schema)
     order = _order_columns(order_by, rows.schema)
     _check_deterministic(rows)
-    own = stream_owners(resolve(connect, write).streams, tasks, order)
+    own = stream_owners(resolve(connect, write).bound, tasks, order)
     kept = dict.fromkeys(
         name
         for name in (columns.value, columns.key, columns.properties, columns.headers, *order)
@@ -85,14 +93,13 @@ def exactly_once(
     return placed.writeStream.format(FORMAT).options(**texts, **{STREAM_OWNERS: own.dumps()})
 
 
-def stream_owners(
-    streams: Sequence[str], tasks: int | None, order_by: Sequence[str]
-) -> StreamOwners:
+def stream_owners(bound: Sequence[str], tasks: int | None, order_by: Sequence[str]) -> StreamOwners:
     """More tasks than streams would have nothing to do."""
     if tasks is not None and tasks < 1:
         raise BadOption("tasks", "must be at least 1", tasks)
-    wanted = len(streams) if tasks is None else min(tasks, len(streams))
-    return StreamOwners(tuple(streams), wanted, tuple(order_by))
+    streams = len(set(bound))
+    wanted = streams if tasks is None else min(tasks, streams)
+    return StreamOwners(tuple(bound), wanted, tuple(order_by))
 
 
 def _task_column(own: StreamOwners, columns: MessageColumns) -> Column:
@@ -182,7 +189,7 @@ class TaskRows:
 
     def __init__(self, own: StreamOwners, task: int, max_bytes: int) -> None:
         self._own = own
-        self._task = task
+        self.task = task
         self._max_bytes = max_bytes
         self._bytes = 0
         self._parts: dict[int, list[pa.RecordBatch]] = defaultdict(list)
@@ -192,7 +199,7 @@ class TaskRows:
     ) -> None:
         """`messages` and `keys` of the rows; of `rows` the columns of the order are kept."""
         shards = [0] * len(messages) if keys is None else list(map(self._own.shard_of, keys))
-        self._own.check_own(shards, self._task)
+        self._own.check_own(shards, self.task)
         part = pa.record_batch(
             [
                 *(rows.column(name) for name in self._own.order_by),
@@ -211,21 +218,23 @@ class TaskRows:
         for shard in set(shards):
             self._parts[shard].append(part.filter(pc.equal(numbers, shard)))
 
-    @property
-    def counts(self) -> dict[int, int]:
-        """How many rows there are for each stream that has some."""
-        return {
-            shard: sum(part.num_rows for part in parts)
-            for shard, parts in sorted(self._parts.items())
-        }
+    def count(self, shard: int) -> int:
+        """How many rows there are for a stream."""
+        return sum(part.num_rows for part in self._parts.get(shard, ()))
 
     def ordered(self, shard: int) -> Iterator[list[bytes]]:
-        """The messages of a stream in their order, some at a time; they are kept no longer."""
-        table = pa.Table.from_batches(self._parts.pop(shard))
+        """The messages of a stream in their order, some at a time."""
+        if not self._parts.get(shard):
+            return
+        table = pa.Table.from_batches(self._parts[shard])
         order = pc.sort_indices(table, sort_keys=[(name, "ascending") for name in self._names])
         messages = table.column(_MESSAGE)
         for start in range(0, len(order), SLICE):
             yield messages.take(order.slice(start, SLICE)).to_pylist()
+
+    def forget(self, shard: int) -> None:
+        """The rows of a stream are not needed any more."""
+        self._parts.pop(shard, None)
 
     @property
     def _names(self) -> list[str]:
@@ -242,31 +251,38 @@ def publish_task_rows(
     *,
     query: str,
     batch: int,
+    last_id: Callable[[str, str], int],
     open_producer: Callable[[str, str], Producer],
     timeout: float,
 ) -> int:
     """Publish all rows; how many there are, if every one is stored. `WouldLoseRows` comes before
-    anything is published to any stream.
+    anything is published to any stream of the task.
+
+    `last_id` is given a producer's name and a stream, `open_producer` a stream and a name.
 
     All of a stream's rows are sent again in a replay, also those whose ids the broker knows: it
     counts an id as known before the message is safe, and confirms a duplicate only when the
     original is.
     """
-    counts = rows.counts
+    name, later_name = producer_name(query, batch), producer_name(query, batch + BATCHES)
     with ExitStack() as opened:
         producers = {}
-        for shard, count in counts.items():
-            stream = own.streams[shard]
-            producer = open_producer(stream, query)
-            opened.callback(producer.close, _CLOSE_TIMEOUT)
-            check_last_id(producer.last_publishing_ids[stream], batch, count, stream)
-            producers[shard] = producer
+        for shard in own.shards_of(rows.task):
+            stream, count = own.streams[shard], rows.count(shard)
+            if last_id(later_name, stream):
+                raise older_checkpoint(stream, batch, "rows of much later batches")
+            if count:
+                producers[shard] = producer = open_producer(stream, name)
+                opened.callback(producer.close, _CLOSE_TIMEOUT)
+                known = producer.last_publishing_ids[stream]
+            else:
+                known = last_id(name, stream)
+            check_known_rows(known, batch, count, rows.ordered(shard), stream)
         for shard, producer in producers.items():
-            next_id = first_id(batch)
+            ids = RowIds(batch)
             for messages in rows.ordered(shard):
-                ids = range(next_id, next_id + len(messages))
-                producer.send_encoded(messages, publishing_ids=ids, timeout=timeout)
-                next_id = ids.stop
+                producer.send_encoded(messages, publishing_ids=ids.of(messages), timeout=timeout)
+            rows.forget(shard)
         stored = 0
         for producer in producers.values():
             report = producer.flush(timeout)

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from sharding.errors import InvalidInput
+from sharding.maps.slots import key_bytes, key_text
 from sharding.stream.messages.message import Properties, encode_data, encode_message
 from sharding.stream.producer.partitioning import by_hash
 from spark.options.write import MessageColumns
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Key: TypeAlias = str | bytes
+_KEY_TYPES = frozenset({str, bytes, type(None)})
 Fields: TypeAlias = Mapping[str, Any]
 
 
@@ -56,7 +58,7 @@ class Messages:
         return [
             encode_message(
                 body,
-                key=None if key is None else _text(key),
+                key=None if key is None else key_text(key),
                 properties=None if properties is None else stream_properties(properties),
                 application_properties=headers,
             )
@@ -72,20 +74,10 @@ class Messages:
 
 def head_of(key: Key) -> bytes:
     """What stands before the data section in a message of this key and a body."""
-    return encode_message(b"", key=_text(key)).removesuffix(encode_data(b""))
+    return encode_message(b"", key=key_text(key)).removesuffix(encode_data(b""))
 
 
 _kept_head = lru_cache(4_096)(head_of)  # most keys come again and again
-
-
-def _text(key: Key) -> str:
-    """A key as its annotation holds it."""
-    if isinstance(key, str):
-        return key
-    try:
-        return key.decode()
-    except UnicodeDecodeError:
-        raise InvalidInput("key", "must be UTF-8, to be kept with the message", key) from None
 
 
 @dataclass
@@ -198,12 +190,25 @@ def _check(
         at = next(at for at, body in enumerate(messages.bodies) if type(body) is not bytes)
         rule = f"{columns.value!r} must be bytes or text, not null"
         raise InvalidInput(f"row {count.rows + at} of the task", rule, messages.bodies[at])
+    if not set(map(type, messages.keys or ())) <= _KEY_TYPES:
+        _check_keys(messages.keys or (), columns, count)
     if not key_needed:
         return
     if messages.keys is None or None in messages.keys:
         at = 0 if messages.keys is None else messages.keys.index(None)
         rule = f"{columns.key or 'the key'!r} decides the shard and must not be null"
         raise InvalidInput(f"row {count.rows + at} of the task", rule, None)
+
+
+def _check_keys(keys: Sequence[Key | None], columns: MessageColumns, count: RowCount) -> None:
+    for at, key in enumerate(keys):
+        if key is None:
+            continue
+        try:
+            key_bytes(key)
+        except InvalidInput as refused:
+            where = f"row {count.rows + at} of the task"
+            raise InvalidInput(where, f"{columns.key or 'the key'!r} {refused.rule}", key) from None
 
 
 def _bytes(column: pa.Array) -> list[bytes]:
@@ -249,11 +254,14 @@ class Share:
 
 
 class Dealer:
-    """Deals by the hash that all stream clients agree on."""
+    """Deals by the hash that all stream clients agree on.
 
-    def __init__(self, partitions: int, keys_kept: int = _KEYS_KEPT) -> None:
-        self._partitions = partitions
-        self._routes = _Routes(partitions, keys_kept)
+    `bound` has the number of a partition for each binding: the hash chooses from those.
+    """
+
+    def __init__(self, bound: Sequence[int], keys_kept: int = _KEYS_KEPT) -> None:
+        self._partitions = max(bound) + 1
+        self._routes = _Routes(bound, keys_kept)
 
     def deal(self, messages: Messages) -> list[Share]:
         """A share for each partition, in order. Every row has a key: `of_batch` sees to that."""
@@ -277,13 +285,13 @@ class Dealer:
 class _Routes(dict[Key, tuple[int, bytes]]):
     """By key, the number of its partition and what stands before the body in its messages."""
 
-    def __init__(self, partitions: int, most: int) -> None:
+    def __init__(self, bound: Sequence[int], most: int) -> None:
         super().__init__()
-        self._partitions = partitions
+        self._bound = bound
         self._most = most
 
     def __missing__(self, key: Key) -> tuple[int, bytes]:
         if len(self) >= self._most:
             self.clear()  # cheaper than to know which are the oldest
-        route = self[key] = by_hash(key, self._partitions), head_of(key)
+        route = self[key] = self._bound[by_hash(key, len(self._bound))], head_of(key)
         return route

@@ -124,8 +124,6 @@ class ExactlyOnceWriter(StreamWriter):
         for each in iterator:
             messages = of_batch(each, task.columns, count, key_needed=len(own.streams) > 1)
             rows.add(messages.encoded(), messages.keys, each)
-        if not rows.counts:
-            return Stored(0)
         with environment(task.connect) as found:
 
             def open_producer(stream: str, name: str) -> Producer:
@@ -136,6 +134,7 @@ class ExactlyOnceWriter(StreamWriter):
                 rows,
                 query=query,
                 batch=batch,
+                last_id=found.last_publishing_id,
                 open_producer=open_producer,
                 timeout=task.options.flush_timeout,
             )

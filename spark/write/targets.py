@@ -34,8 +34,8 @@ CLOSE_TIMEOUT = 2.0
 class Target:
     """What the driver found, for the tasks."""
 
-    streams: tuple[str, ...] = ()
-    """Of a super stream, in the order in which keys are routed; or the stream itself."""
+    bound: tuple[str, ...] = ()
+    """What keys are routed by, `StreamEnvironment.bound_streams`; or the stream itself."""
     map_text: str | None = field(default=None, repr=False)
     """The map of queue shards."""
 
@@ -59,7 +59,7 @@ def resolve(connect: ConnectOptions, options: WriteOptions) -> Target:
     with environment(connect) as found:
         if options.kind == "superStream":
             try:
-                return Target(found.partitions(options.name))
+                return Target(found.bound_streams(options.name))
             except StreamNotFound:
                 raise _no_such("superStream", options.name) from None
         if not found.exists(options.name):
@@ -89,8 +89,9 @@ def sender_to(
             yield BoundSender(open_producer(options.name, "broker"), options)
         else:
             # Asked for by each task, not by the driver: partitions may be added while a query runs.
-            streams = found.partitions(options.name)
-            yield HashSender([open_producer(stream) for stream in streams], options)
+            bound = found.bound_streams(options.name)
+            producers = {stream: open_producer(stream) for stream in dict.fromkeys(bound)}
+            yield HashSender(producers, bound, options)
 
 
 @contextmanager
@@ -163,19 +164,21 @@ class BoundSender(StreamSender):
 
 
 class HashSender:
-    """To a super stream, by the hash of the keys: a producer for each partition, in order.
+    """To a super stream, by the hash of the keys: a producer for each partition.
 
     The producer of a whole super stream would do, but it looks at each message by itself.
     """
 
     def __init__(
         self,
-        producers: Sequence[Producer],
+        producers: Mapping[str, Producer],
+        bound: Sequence[str],
         options: WriteOptions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._producers = producers
-        self._dealer = Dealer(len(producers))
+        self._producers = list(producers.values())
+        numbers = {stream: number for number, stream in enumerate(producers)}
+        self._dealer = Dealer([numbers[stream] for stream in bound])
         self._timeout = options.flush_timeout
         self._clock = clock
 

@@ -281,3 +281,18 @@ def test_another_schema_is_refused(session: SparkSession, cluster: Cluster) -> N
     reader = session.read.format("warren").schema("value string")
     with pytest.raises(PySparkException, match="is given by the option columns"):
         reader.options(stream="a", **reach(cluster)).load().collect()
+
+
+def test_end_that_retention_has_passed_goes_on_where_that_is_allowed_and_is_said_where_not(
+    session: SparkSession, cluster: Cluster, environment: StreamEnvironment
+) -> None:
+    """s08: a batch of what is gone could not be planned though losses are allowed."""
+    with truncated_stream(environment) as (name, first):
+        assert first > 10
+        range_of: dict[str, str] = {"stream": name, "endingOffsets": f'{{"{name}": 10}}'}
+        for start in ("earliest", f'{{"{name}": 0}}'):
+            range_of["startingOffsets"] = start
+            allowed = load(session, cluster, **range_of, failOnDataLoss="false")
+            assert allowed.count() == 0
+            with pytest.raises(PySparkException, match=f"'{name}' no longer has what was to be"):
+                load(session, cluster, **range_of).count()

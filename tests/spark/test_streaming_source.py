@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -162,3 +163,39 @@ def test_what_can_not_be_read_fails_the_query_with_one_sentence(
         run_available(follow(session, cluster, **options), tmp_path)
     assert said in str(caught.value)
     assert "canary-1" not in str(caught.value)
+
+
+def test_stream_that_was_read_to_its_end_and_deleted_is_forgotten(
+    session: SparkSession, cluster: Cluster, environment: StreamEnvironment, tmp_path: Path
+) -> None:
+    """s13: the query failed for good."""
+    with one_stream(environment) as kept:
+        gone = f"gone-{secrets.token_hex(4)}"
+        environment.create_stream(gone)
+        for stream in (kept, gone):
+            send(environment, stream, bodies(10))
+        options = {"streams": f"{kept},{gone}", "startingOffsets": "earliest"}
+        first = run_available(follow(session, cluster, **options), tmp_path)
+        assert sum(map(len, first)) == 20
+        environment.delete_stream(gone)
+        send(environment, kept, [b"more"])
+        second = run_available(follow(session, cluster, **options), tmp_path)
+        assert found(second) == [b"more"]
+        assert set(last_offset(tmp_path)["next"]) == {kept}
+
+
+def test_stream_made_again_under_a_query_is_noticed_though_it_grew_past_the_checkpoint(
+    session: SparkSession, cluster: Cluster, environment: StreamEnvironment, tmp_path: Path
+) -> None:
+    """21: what the new stream has up to the checkpoint's offset was skipped."""
+    with one_stream(environment) as name:
+        send(environment, name, bodies(100))
+        frame = follow(session, cluster, stream=name, startingOffsets="earliest")
+        assert sum(map(len, run_available(frame, tmp_path))) == 100
+        environment.delete_stream(name)
+        environment.create_stream(name)
+        send(environment, name, bodies(150, first=1_000))
+        with pytest.raises(PySparkException, match=f"'{name}' .* it was deleted and made again"):
+            run_available(frame, tmp_path)
+        allowed = follow(session, cluster, stream=name, failOnDataLoss="false")
+        assert found(run_available(allowed, tmp_path)) == sorted(bodies(150, first=1_000))

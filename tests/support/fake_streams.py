@@ -21,7 +21,7 @@ from sharding.stream.messages.message import encode_data
 from sharding.stream.protocol.answers import Answer, MetadataAnswer, OffsetAnswer, StatsAnswer
 from sharding.stream.protocol.commands import Subscribe, Unsubscribe
 from sharding.stream.protocol.constants import Broker, Code, Key, OffsetSpec, OffsetType
-from sharding.stream.routes.values import Placement, StreamRoute
+from sharding.stream.routes.values import Partitions, Placement, StreamRoute
 
 A, B, C = Broker("a", 1), Broker("b", 1), Broker("c", 1)
 
@@ -263,7 +263,7 @@ class FakeCluster:
     def leader(self, stream: str, timeout: float) -> Broker:  # noqa: ARG002
         return A
 
-    def partitions(self, super_stream: str, timeout: float) -> tuple[str, ...]:  # noqa: ARG002
+    def partitions(self, super_stream: str, timeout: float) -> Partitions:  # noqa: ARG002
         raise refusal("Partitions", Code.NO_SUCH_STREAM, super_stream)
 
     def suspect(self, name: str, reason: str) -> None:  # noqa: ARG002

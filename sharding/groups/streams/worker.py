@@ -59,7 +59,7 @@ class Partitions:
         """Ask the cluster, not our memory of it; raises if there is no such stream."""
         self._routes.suspect(self.stream, "looked for partitions")
         try:
-            self.names = frozenset(self._routes.partitions(self.stream, self._timeout))
+            self.names = frozenset(self._routes.partitions(self.stream, self._timeout).streams)
         except StreamNotFound:
             if self.names:
                 raise

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sharding.stream.connections.attachments import SubscriberHandler
 from sharding.stream.protocol.constants import Broker, Limits
-from sharding.stream.routes.values import Placement, StreamRoute
+from sharding.stream.routes.values import Partitions, Placement, StreamRoute
 
 if TYPE_CHECKING:
     from sharding.stream.connections.connection import StreamClient
@@ -23,7 +23,7 @@ class Routes(Protocol):
 
     def leader(self, stream: str, timeout: float) -> Broker: ...
 
-    def partitions(self, super_stream: str, timeout: float) -> tuple[str, ...]: ...
+    def partitions(self, super_stream: str, timeout: float) -> Partitions: ...
 
     def suspect(self, name: str, reason: str) -> None: ...
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sharding.errors import WarrenError
@@ -40,6 +40,10 @@ class Ends:
     last: int
     last_chunk: int
     """The first offset of the last chunk."""
+    first_time: int = field(default=0, compare=False)
+    last_time: int = field(default=0, compare=False)
+    """When the broker stored the first and the last chunk, in milliseconds since 1970. No part of
+    where a stream begins and ends; they tell it from another one of the same name."""
 
 
 def first_and_last(
@@ -78,7 +82,13 @@ def first_and_last(
                 with suppress(WarrenError):
                     client.call(Unsubscribe(number), timeout=max(0.1, deadline - clock()))
                 client.detach_subscriber(number)
-    return Ends(first.first_offset, last.end_offset - 1, last.first_offset)
+    return Ends(
+        first.first_offset,
+        last.end_offset - 1,
+        last.first_offset,
+        first.timestamp_ms,
+        last.timestamp_ms,
+    )
 
 
 def leader_ends(access: Access, stream: str, timeout: float) -> Ends | None:

@@ -26,7 +26,7 @@ from typing import Final, TypeAlias
 from uuid import UUID
 
 from sharding.errors import InvalidInput
-from sharding.maps.slots import Key
+from sharding.maps.slots import Key, key_text
 from sharding.stream.errors import ProtocolError
 from sharding.stream.messages.amqp_codec import (
     NULL,
@@ -408,28 +408,18 @@ def encoded(
         return (content, True) if key is None else (with_key(key, content), False)
     message = encode_message(
         content,
-        key=None if key is None else text_of(key),
+        key=None if key is None else key_text(key),
         properties=properties,
         application_properties=application_properties,
     )
     return message, False
 
 
-def text_of(key: Key) -> str:
-    """A key as the annotation `x-routing-key` holds it, which is text."""
-    if isinstance(key, str):
-        return key
-    try:
-        return bytes(key).decode()
-    except UnicodeDecodeError:
-        raise InvalidInput("key", "must be UTF-8, to be written with the message", key) from None
-
-
 def with_key(key: Key, body: bytes) -> bytes:
     """A message of a key and a body, byte for byte as `encode_message` writes it."""
-    return _annotation(key if isinstance(key, str) else text_of(key)) + encode_data(body)
+    return _annotation(key if isinstance(key, str) else key_text(key)) + encode_data(body)
 
 
 @lru_cache(_KEYS_REMEMBERED)
 def _annotation(key: str) -> bytes:
-    return encode_message(b"", key=key).removesuffix(_NO_BODY)
+    return encode_message(b"", key=key_text(key)).removesuffix(_NO_BODY)

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from sharding.errors import InvalidInput, LocalError
-from sharding.maps.slots import Key, murmur3
-from sharding.stream.messages.message import text_of
+from sharding.maps.slots import Key, key_text, murmur3
 from sharding.stream.protocol.answers import Answer
 from sharding.stream.protocol.commands import Request, Route
 
@@ -95,11 +94,21 @@ class Unroutable(LocalError):
 
 
 class Targets(Generic[P]):
-    """The partitions by stream, in the order of the super stream, and the way to choose one."""
+    """The partitions by stream, in the order of the super stream, and the way to choose one.
 
-    def __init__(self, partitions: dict[str, P], routing: PartitionFunction | BrokerRoutes) -> None:
+    `bound` has the stream of each binding: the hash chooses from it, as in all stream clients, and
+    a partition that is bound twice gets twice the keys. Any other function chooses a partition.
+    """
+
+    def __init__(
+        self,
+        partitions: dict[str, P],
+        routing: PartitionFunction | BrokerRoutes,
+        bound: Sequence[str] = (),
+    ) -> None:
         self._by_stream = partitions
-        self._in_order = tuple(partitions.values())
+        choices = bound if bound and routing is by_hash else partitions
+        self._in_order = tuple(partitions[stream] for stream in choices)
         self._routing = routing
         self.only = self._in_order[0] if len(partitions) == 1 else None
         """Where messages without a key go, if there is no choice."""
@@ -121,7 +130,7 @@ class Targets(Generic[P]):
             return (self.only,)
         if not isinstance(self._routing, BrokerRoutes):
             return (self.by_function(key),)
-        streams = self._routing.streams(text_of(key))
+        streams = dict.fromkeys(self._routing.streams(key_text(key)))
         found = tuple(self._by_stream[each] for each in streams if each in self._by_stream)
         if not found:
             raise Unroutable(f"no partition of this producer is bound to the key {key!r}")

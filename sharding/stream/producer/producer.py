@@ -75,8 +75,11 @@ class Producer:
         self._shared = Shared(options, publishers, recovery, clock)
         self._lock = self._shared.lock
         self._next_number = 0
-        self._writers = tuple(PartitionWriter(stream, self._shared) for stream in streams)
-        self._targets = Targets({writer.stream: writer for writer in self._writers}, routing)
+        self._writers = tuple(
+            PartitionWriter(stream, self._shared) for stream in dict.fromkeys(streams)
+        )
+        writers = {writer.stream: writer for writer in self._writers}
+        self._targets = Targets(writers, routing, bound=streams)
         self._only = self._targets.only
         self._open()
 

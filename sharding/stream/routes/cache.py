@@ -100,12 +100,12 @@ class RouteCache:
             raise self._source.no_leader(stream, timeout)
         return leader
 
-    def partitions(self, super_stream: str, timeout: float) -> tuple[str, ...]:
-        """The streams of a super stream, in the order that keys are routed by."""
+    def partitions(self, super_stream: str, timeout: float) -> Partitions:
+        """The streams of a super stream."""
         target = Target(Kind.SUPER_STREAM, super_stream)
         found = self._wait_for(target, lambda _: True, timeout)
         assert isinstance(found, Partitions)
-        return found.streams
+        return found
 
     def suspect(self, name: str, reason: str) -> None:
         """Say that a stream's route, or a super stream's partitions, turned out wrong.

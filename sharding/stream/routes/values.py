@@ -45,7 +45,14 @@ class Partitions:
     """The streams of a super stream, in the order that keys are routed by."""
 
     super_stream: str
-    streams: tuple[str, ...]
+    bound: tuple[str, ...]
+    """The stream of each binding, as the broker lists them: a stream as often as it is bound. All
+    stream clients let a key's hash choose from this list (Java: `HashRoutingStrategy`)."""
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The partitions: each stream once."""
+        return tuple(dict.fromkeys(self.bound))
 
 
 @dataclass(frozen=True, slots=True)

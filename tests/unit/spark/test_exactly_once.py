@@ -13,9 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.outcomes import Report
+from sharding.stream.producer.partitioning import by_hash
 from spark.options.values import BadOption
 from spark.write.exactly_once import BatchTooLarge, TaskRows, publish_task_rows, stream_owners
-from spark.write.exactly_once_rules import StreamOwners, WouldLoseRows, check_last_id, first_id
+from spark.write.exactly_once_rules import (
+    BATCHES,
+    MAX_RANK,
+    RowIds,
+    StreamOwners,
+    WouldLoseRows,
+    check_known_rows,
+    producer_name,
+)
 
 STREAMS = ("a-0", "a-1", "a-2")
 
@@ -34,6 +43,9 @@ class ModelBroker:
 
     def open(self, stream: str, name: str) -> Any:
         return ModelProducer(self, stream, name)
+
+    def last_id(self, name: str, stream: str) -> int:
+        return self.last_ids.get((stream, name), 0)
 
     def publish(self, stream: str, name: str, publishing_id: int, message: bytes) -> None:
         if self.crash_after is not None:
@@ -74,10 +86,16 @@ Row = tuple[str, int, bytes]  # key, place in the order, message
 
 
 def run_batch(
-    broker: ModelBroker, rows: Sequence[Row], *, batch: int, tasks: int, rng: random.Random
+    broker: ModelBroker,
+    rows: Sequence[Row],
+    *,
+    batch: int,
+    tasks: int,
+    rng: random.Random,
+    bound: Sequence[str] = STREAMS,
 ) -> int:
     """As Spark does: each row to its task, in any order, cut into batches anyhow."""
-    own = stream_owners(STREAMS, tasks, ["place"])
+    own = stream_owners(bound, tasks, ["place"])
     stored = 0
     for task in range(own.tasks):
         mine = [row for row in rows if own.shard_of(row[0]) % own.tasks == task]
@@ -88,7 +106,13 @@ def run_batch(
             part, mine = mine[:cut], mine[cut:]
             add(held, part)
         stored += publish_task_rows(
-            own, held, query="q", batch=batch, open_producer=broker.open, timeout=1
+            own,
+            held,
+            query="q",
+            batch=batch,
+            last_id=broker.last_id,
+            open_producer=broker.open,
+            timeout=1,
         )
     return stored
 
@@ -148,10 +172,106 @@ def test_checkpoint_older_than_the_stream_is_refused_before_anything_is_publishe
     assert broker.streams == before
 
 
+@settings(max_examples=200)
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 5), st.binary(max_size=2)),
+        min_size=1,
+        max_size=40,
+    ),
+    crash=st.integers(0, 41),
+    change=st.sampled_from(
+        ["nothing", "order", "encoding", "keys", "fewer", "first lost", "more", "partitions"]
+    ),
+    rng=st.randoms(use_true_random=False),
+)
+def test_replay_of_a_batch_that_changed_stores_its_rows_once_or_is_refused_and_loses_none(
+    rows: list[Row], crash: int, change: str, rng: random.Random
+) -> None:
+    """Whatever was changed between two attempts, and wherever the first one ended."""
+    rows = [(key, place, b"%d %s" % (at, body)) for at, (key, place, body) in enumerate(rows)]
+    broker = ModelBroker(crash_after=crash)
+    with contextlib.suppress(Crash):
+        run_batch(broker, rows, batch=4, tasks=2, rng=rng)
+    broker.crash_after = None
+    before = {stream: list(messages) for stream, messages in broker.streams.items()}
+    changed = {
+        "nothing": rows,
+        "order": [(key, -place, body) for key, place, body in rows],
+        "encoding": [(key, place, body + b".") for key, place, body in rows],
+        "keys": [(key.upper(), place, body) for key, place, body in rows],
+        "fewer": rows[: len(rows) // 2],
+        "first lost": rows[1:],
+        "more": [*rows, *((key, place, body + b" new") for key, place, body in rows)],
+        "partitions": rows,
+    }[change]
+    bound = (*STREAMS, "a-3") if change == "partitions" else STREAMS
+    try:
+        run_batch(broker, changed, batch=4, tasks=1, rng=rng, bound=bound)
+    except WouldLoseRows:
+        assert change != "nothing"
+        assert broker.streams == before
+    else:
+        own = stream_owners(bound, 1, ["place"])
+        for number, stream in enumerate(bound):
+            wanted = sorted((row[1], row[2]) for row in changed if own.shard_of(row[0]) == number)
+            assert broker.streams.get(stream, []) == [message for _, message in wanted]
+
+
+def test_stream_that_has_rows_of_a_batch_which_now_has_none_for_it_is_refused() -> None:
+    """Another key: the row would be in two streams."""
+    broker, rng = ModelBroker(), random.Random(1)
+    own = stream_owners(STREAMS, 1, ["place"])
+    key, other = "a", next(key for key in "bcdefgh" if own.shard_of(key) != own.shard_of("a"))
+    run_batch(broker, [(key, 0, b"m")], batch=3, tasks=3, rng=rng)
+    with pytest.raises(WouldLoseRows, match="has 1 rows of batch 3 already"):
+        run_batch(broker, [(other, 0, b"m")], batch=3, tasks=1, rng=rng)
+    assert list(broker.streams.values()) == [[b"m"]]
+
+
+def test_stream_that_is_bound_twice_is_one_stream_and_gets_the_keys_of_both() -> None:
+    """s09: two tasks published to it under one name, and a third of all rows was lost."""
+    broker, rng = ModelBroker(), random.Random(1)
+    bound = ("emea", "emea", "apac")
+    rows = [(f"k{number}", 0, b"%d" % number) for number in range(300)]
+    assert run_batch(broker, rows, batch=0, tasks=9, rng=rng, bound=bound) == 300
+    assert sum(map(len, broker.streams.values())) == 300
+    for number in range(300):
+        stream = bound[by_hash(f"k{number}", 3)]  # as the Java client does
+        assert b"%d" % number in broker.streams[stream]
+
+
+def test_ids_rise_from_batch_to_batch_and_from_row_to_row() -> None:
+    last = 0
+    for batch in (0, 1, 2, BATCHES - 1):
+        ids = RowIds(batch)
+        for found in (*ids.of([b"b", b"a"]), *ids.of([b"", b"a"])):
+            assert last < found < 2**63
+            last = found
+
+
+def test_name_changes_before_batches_run_out_and_an_older_name_is_refused() -> None:
+    broker, rng = ModelBroker(), random.Random(1)
+    for batch in (BATCHES - 1, BATCHES, BATCHES + 1):
+        run_batch(broker, [("k", 0, b"%d" % batch)], batch=batch, tasks=3, rng=rng)
+    names = {producer_name("q", 0), producer_name("q", BATCHES)}
+    assert {name for _, name in broker.last_ids} == names
+    assert sum(map(len, broker.streams.values())) == 3
+    for older in (BATCHES, BATCHES - 1):
+        with pytest.raises(WouldLoseRows, match="the checkpoint is older than the stream"):
+            run_batch(broker, [("k", 0, b"%d" % older)], batch=older, tasks=3, rng=rng)
+
+
 def test_replay_with_fewer_rows_than_are_stored_is_refused() -> None:
-    check_last_id(first_id(2) + 1, 2, 2, "a")
+    last = RowIds(2).of([b"a", b"b"])[-1]
+    check_known_rows(last, 2, 3, [[b"a"], [b"b", b"c"]], "a")
     with pytest.raises(WouldLoseRows, match="has 2 rows of batch 2 already"):
-        check_last_id(first_id(2) + 1, 2, 1, "a")
+        check_known_rows(last, 2, 1, [[b"a"]], "a")
+
+
+def test_more_rows_than_there_are_ranks_are_refused() -> None:
+    with pytest.raises(WouldLoseRows, match="16777215 rows for a stream at most"):
+        check_known_rows(0, 2, MAX_RANK + 1, [], "a")
 
 
 def test_rows_of_a_task_are_bounded_and_the_error_names_the_option() -> None:
@@ -169,7 +289,7 @@ def test_more_tasks_than_streams_are_not_made() -> None:
 
 
 def test_what_the_tasks_are_told_survives_the_way_there() -> None:
-    own = StreamOwners(STREAMS, 2, ("place", "other"))
+    own = StreamOwners((*STREAMS, "a-0"), 2, ("place", "other"))
     assert StreamOwners.loads("ownShards", own.dumps()) == own
 
 

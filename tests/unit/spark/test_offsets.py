@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from sharding.errors import UnsupportedFormat
 from spark.read.planning import (
     Extent,
     Offsets,
+    Seen,
     StreamGone,
     check_gone,
     plan,
@@ -21,7 +23,9 @@ from spark.read.planning import (
 
 
 def test_offsets_survive_the_checkpoint() -> None:
-    offsets = Offsets({"a-1": 5, "a-0": 2**60}, {"a-1": 3})
+    offsets = Offsets(
+        {"a-1": 5, "a-0": 2**60}, {"a-1": 3}, seen={"a-1": Seen(9, 7, 1_700)}, lost={"a-0": 4}
+    )
     assert Offsets.from_json(json.loads(json.dumps(offsets.to_json()))) == offsets
     assert Offsets.from_json(Offsets({}, initial=True).to_json()).initial
 
@@ -31,6 +35,7 @@ def test_offsets_survive_the_checkpoint() -> None:
     [
         {}, {"version": 2, "next": {}}, {"version": 1, "next": 3},
         {"version": 1, "next": {"a": -1}}, {"version": 1, "next": {"a": "7"}},
+        {"version": 1, "next": {}, "seen": 3}, {"version": 1, "next": {}, "seen": {"a": ["x"]}},
     ],
 )  # fmt: skip
 def test_a_checkpoint_of_another_kind_is_refused(value: dict[str, object]) -> None:
@@ -110,6 +115,9 @@ def test_a_stream_that_was_read_to_its_end_may_go() -> None:
         check_gone(start, {"b": Extent(0, 9)})
     with pytest.raises(StreamGone, match="is deleted"):
         check_gone(start, {"b": None})
+    check_gone(replace(start, seen={"b": Seen(7)}), {"b": None})
+    with pytest.raises(StreamGone, match="is deleted and has 2 offsets that were not read"):
+        check_gone(replace(start, seen={"b": Seen(9)}), {"b": None})
 
 
 def test_available_now_ends_where_the_streams_ended_when_it_began() -> None:

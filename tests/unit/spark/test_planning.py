@@ -16,11 +16,11 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
 import spark.read.readers
 from sharding.errors import Unreachable
 from sharding.stream.consumer.probe import Ends
-from sharding.stream.errors import StreamNotFound
+from sharding.stream.errors import DataLost, StreamNotFound
 from spark.options.read import ReadOptions
 from spark.options.values import BadOption
 from spark.read.cluster_view import ClusterView
-from spark.read.planning import StreamGone, StreamRange
+from spark.read.planning import Seen, StreamGone, StreamRange
 from spark.read.readers import BatchReader, StreamReader
 
 
@@ -31,6 +31,8 @@ class FakeEnvironment:
         self.streams = streams
         self.stored: list[tuple[str, str, int]] = []
         self.failures = 0
+        self.made_again: dict[str, int] = {}
+        """How often, by stream: its chunks are that much younger."""
 
     def partitions(self, super_stream: str) -> tuple[str, ...]:
         if self.failures:
@@ -51,7 +53,13 @@ class FakeEnvironment:
 
     def offsets(self, stream: str) -> Ends | None:
         first, end = self.streams[stream]
-        return None if first == end else Ends(first, end - 1, end - 1)
+        if first == end:
+            return None
+        return Ends(first, end - 1, end - 1, self.time(stream, first), self.time(stream, end - 1))
+
+    def time(self, stream: str, offset: int) -> int:
+        """When the chunk at an offset was stored."""
+        return 1_000_000 * self.made_again.get(stream, 0) + offset
 
     def offset_at(self, stream: str, timestamp_ms: int) -> int | None:
         first, end = self.streams[stream]
@@ -82,6 +90,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeEnvironment:
     def store_offset(_: ClusterView, name: str, stream: str, offset: int) -> None:
         fake.stored.append((name, stream, offset))
 
+    def is_stored_at(_: ClusterView, stream: str, seen: Seen) -> bool:
+        return fake.time(stream, seen.chunk) == seen.time
+
+    monkeypatch.setattr(ClusterView, "is_stored_at", is_stored_at)
     monkeypatch.setattr(ClusterView, "offset_at", offset_at)
     monkeypatch.setattr(ClusterView, "store_offset", store_offset)
     monkeypatch.setattr(spark.read.readers, "environment", environment)
@@ -147,15 +159,28 @@ class TestBatch:
         [
             ("startingOffsets", '{"s0": 101, "s1": 10, "s2": 0}', "at most 100, where 's0' ends"),
             ("endingOffsets", '{"s0": 10, "s1": 51, "s2": 0}', "at most 50, where 's1' ends"),
-            ("endingOffsets", '{"s0": 10, "s1": 9, "s2": 0}', "must not be after endingOffsets, 9"),
+            ("startingOffsets", '{"s0": 10, "s1": 30, "s2": 0}', "after endingOffsets, 20 in 's1'"),
             ("startingOffsets", '{"s0": 10, "s1": 9, "s9": 0}', "only s0, s1, s2; found 's9'"),
         ],
     )
     def test_offsets_that_are_not_there_are_refused(
         self, option: str, text: str, said: str
     ) -> None:
+        ending = {"endingOffsets": '{"s0": 100, "s1": 20, "s2": 0}'}
         with pytest.raises(BadOption, match=said):
-            batch(**{option: text})
+            batch(**{**(ending if "30" in text else {}), option: text})
+
+    def test_end_that_retention_has_passed_is_a_loss_and_not_a_mistake(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """s08: it was called a mistake of startingOffsets, also where losses are allowed."""
+        ending = '{"s0": 100, "s1": 9, "s2": 0}'
+        for start in ("earliest", '{"s0": 0, "s1": 10, "s2": 0}'):
+            with pytest.raises(DataLost, match="'s1' no longer has"):
+                batch(startingOffsets=start, endingOffsets=ending)
+            found = batch(startingOffsets=start, endingOffsets=ending, failOnDataLoss="false")
+            assert spans(found) == {"s0": (0, 100)}
+            assert "9 offsets of 's1' are gone" in caplog.text
 
     def test_what_is_gone_is_left_to_the_task_unless_that_is_allowed(self) -> None:
         start = '{"s0": 0, "s1": 3, "s2": 0}'
@@ -241,11 +266,55 @@ def test_a_partition_that_was_read_may_go_and_one_with_rows_may_not(
     query = Query()
     query.trigger()
     del cluster.streams["s2"]
-    with pytest.raises(StreamGone, match=r"'s2' .* is deleted"):
-        query.trigger()
-    allowed = Query(query.log, failOnDataLoss="false")
+    assert Query(query.log).trigger() == []
+    assert set(query.start["next"]) == {"s0", "s1"}
+    cluster.streams["s1"] = (10, 55)
+    slow = Query(query.log, maxOffsetsPerTrigger="2")
+    slow.trigger()
+    del cluster.streams["s1"]
+    for each in (slow, Query(slow.log)):
+        with pytest.raises(StreamGone, match=r"'s1' .* is deleted and has 3 offsets that"):
+            each.trigger()
+    allowed = Query(slow.log, failOnDataLoss="false")
     allowed.trigger()
-    assert set(allowed.start["next"]) == {"s0", "s1"}
+    assert set(allowed.start["next"]) == {"s0"}
+    assert allowed.start["lost"] == {"s1": 3}
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+@pytest.mark.parametrize("length", [40, 95, 1_000])
+def test_stream_that_was_made_again_is_noticed_also_if_it_has_grown_past_the_checkpoint(
+    cluster: FakeEnvironment, length: int, restarts: bool
+) -> None:
+    """21: what it had before the checkpoint's offset was skipped."""
+    query = Query(startingOffsets="earliest", maxOffsetsPerTrigger="40")
+    query.trigger()
+    unread = 100 - int(query.start["next"]["s0"])
+    cluster.made_again["s0"] = 1
+    cluster.streams["s0"] = (0, length)
+    again = Query(query.log) if restarts else query
+    with pytest.raises(StreamGone, match=r"'s0' .* it was deleted and made again"):
+        again.trigger()
+    with pytest.raises(StreamGone, match=r"'s0' .* it was deleted and made again"):
+        again.trigger()
+    allowed = Query(query.log, failOnDataLoss="false", minOffsetsPerTrigger="10000")
+    tasks = spans(allowed.trigger())
+    assert tasks is not None
+    assert tasks["s0"] == (0, length)
+    assert allowed.start["lost"]["s0"] == unread
+    assert allowed.trigger() is None
+    cluster.streams["s0"] = (0, length + 10_000)
+    assert spans(allowed.trigger()) == {"s0": (length, length + 10_000)}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_a_lost_stream_had_is_counted_up(cluster: FakeEnvironment) -> None:
+    query = Query(startingOffsets="earliest", failOnDataLoss="false")
+    query.trigger()
+    for first, end, lost in ((120, 130, 20), (130, 140, 20), (145, 150, 25)):
+        cluster.streams["s0"] = (first, end)
+        query.trigger()
+        assert query.start["lost"] == {"s0": lost}
 
 
 def test_offsets_are_stored_once_each_for_others_to_see(cluster: FakeEnvironment) -> None:

@@ -77,7 +77,7 @@ def test_a_stream_that_was_missing_a_moment_ago_is_asked_for_again() -> None:
     [
         ({"streamPattern": "a.*"}, "needs managementUrl"),
         ({"streamPattern": "a(", "managementUrl": "http://h"}, "must be a regular expression"),
-        ({"streamPattern": "a", "managementUrl": "h:1"}, "must be an address"),
+        ({"streamPattern": "a", "managementUrl": "h:1"}, "must begin with http://"),
         ({"streams": "a,,b"}, "different names"),
         ({"stream": " "}, "must not be empty"),
     ],

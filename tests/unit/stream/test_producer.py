@@ -892,6 +892,40 @@ def test_keys_go_to_their_partition_by_hash(make: Make, world: World) -> None:
         assert world.bodies(stream) == [encode_message(k.encode(), key=k) for k in mine]
 
 
+def test_a_partition_that_is_bound_twice_is_one_and_the_hash_chooses_from_all_bindings(
+    make: Make, world: World
+) -> None:
+    """As the Java client does; a named producer opened the partition twice, and was refused."""
+    bound = ("emea", "emea", "apac")
+    producer = make(*bound, name="billing")
+    assert set(producer.last_publishing_ids) == {"emea", "apac"}
+    keys = [f"key-{n}" for n in range(200)]
+    producer.send_many([key.encode() for key in keys], keys)
+    assert producer.flush(PATIENCE).stored == 200
+    for key in keys:
+        assert producer.partition(key) == bound[murmur3(key) % 3]
+        stored = world.bodies(bound[murmur3(key) % 3])
+        assert encode_message(key.encode(), key=key) in stored
+    own = make(*bound, routing=lambda _key, partitions: partitions - 1)
+    assert own.partition("any") == "apac"
+
+
+@pytest.mark.parametrize("key", [7, True, 1.5, None.__class__, ["k"], "\ud800"])
+def test_a_key_is_text_or_bytes_whatever_chooses_the_partition(
+    make: Make, world: World, key: Any
+) -> None:
+    """The key 7 was stored as seven NUL bytes."""
+    producer = make("s-0", "s-1", routing=lambda _key, _partitions: 0)
+    with pytest.raises(InvalidInput, match="must be text"):
+        producer.send(b"x", key=key)
+    with pytest.raises(InvalidInput, match="must be text"):
+        producer.send_many([b"x"], [key])
+    with pytest.raises(InvalidInput, match="must be text"):
+        producer.send(b"x", key=key, application_properties={"a": 1})
+    assert producer.flush(PATIENCE).stored == 0
+    assert not world.bodies("s-0")
+
+
 def test_a_super_stream_needs_a_key(make: Make) -> None:
     producer = make("s-0", "s-1")
     with pytest.raises(InvalidInput, match="key"):

@@ -105,7 +105,7 @@ def test_route_leader_and_partitions_are_found() -> None:
     with cache_of(source) as cache:
         assert cache.route("s", PATIENCE) == S
         assert cache.leader("s", PATIENCE) == A
-        assert cache.partitions("invoices", PATIENCE) == ("invoices-0", "invoices-1")
+        assert cache.partitions("invoices", PATIENCE).streams == ("invoices-0", "invoices-1")
         with pytest.raises(StreamNotFound, match="nowhere"):
             cache.leader("nowhere", PATIENCE)
 
