@@ -19,8 +19,7 @@ class StreamGroupOptions(GroupOptions):
 
     offset: Offset = "first"
     """Where a group begins in a partition for which it has stored no offset yet: as for consumers.
-    With "next" and "last" a partition that is empty begins with its first message, which is lost
-    to the group only if its worker dies before it has stored any offset."""
+    With "next" and "last" a partition that is empty begins with its first message."""
     store_every_messages: int = 500
     """Store the offset after so many messages …"""
     store_every_seconds: float = 1.0
