@@ -157,8 +157,7 @@ class DeadLetters:
         if self._producer is None:
             if not self._environment.exists(self._stream):
                 self._environment.create_stream(self._stream, exist_ok=True)
-            # An entry for each letter: they are few, and each is settled on its own.
-            self._producer = self._environment.producer(self._stream, sub_entry_messages=0)
+            self._producer = self._environment.producer(self._stream)
         return self._producer
 
     def _let_go(self) -> None:

@@ -101,8 +101,8 @@ class Pending:
         self._next_id = ids[-1] + 1
         self._any_used = True
         groups = None
-        if most := self._options.entry_messages:
-            room = min(publish_frames.room_for_entries(frame_max), self._options.entry_bytes)
+        if most := self._options.sub_entry_messages:
+            room = min(publish_frames.room_for_entries(frame_max), publish_frames.MAX_ENTRY_BYTES)
             sizes = list(map(len, self.messages))
             groups = publish_frames.groups(sizes, most, room, self.plain)
             ids = array("Q", [ids[group.stop - 1] for group in groups])
