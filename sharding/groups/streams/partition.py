@@ -105,6 +105,7 @@ class PartitionReader:
         self._released = threading.Event()
         self._released.set()
         self._renew_at = 0.0
+        self._held_back_by: int | None = None
         self._thread = threading.Thread(target=self._run, name=f"warren-{stream}", daemon=True)
 
     @property
@@ -258,6 +259,7 @@ class PartitionReader:
         turn, rest = self._turn, self._rest
         assert turn is not None
         assert rest is not None
+        self._say_if_held_back(turn)
         with self._news:
             until = self._wake_at()
             self._news.wait_for(
@@ -272,6 +274,18 @@ class PartitionReader:
                 self._rest = None
                 return
             turn.submit(message, self.stream)
+
+    def _say_if_held_back(self, turn: Turn) -> None:
+        """Once for each message that holds up the partition."""
+        offset = turn.held_back_by()
+        if offset is not None and offset != self._held_back_by:
+            self._held_back_by = offset
+            self._shared.counts.add("held_back")
+            logger.warning(
+                "%s: offset %d is not settled, and %d messages from it on are begun; no more are "
+                "until it is (max_ahead)",
+                *(self.stream, offset, self._shared.options.max_ahead),
+            )
 
     def _interrupted(self) -> bool:
         return bool(self._changes) or self._stop_at is not None

@@ -48,7 +48,10 @@ logger = logging.getLogger("warren.groups")
 
 LOOK_INTERVAL = 0.25
 _LEAVE_TIMEOUT = 3.0
-_COUNTED = ("taken", "released", "lost", "late_handovers", "losses", "stores", "dead_lettered")
+_COUNTED = (
+    *("taken", "released", "lost", "late_handovers", "losses", "stores", "dead_lettered"),
+    "held_back",
+)
 
 
 class Partitions:

@@ -120,6 +120,11 @@ class Producer:
                 "longest_recovery": max(each.reconnecting.longest for each in self._writers),
             }
 
+    @property
+    def largest_message(self) -> int:
+        """How many bytes an encoded message may have, to fit into a frame of any partition."""
+        return min(writer.window.largest_message for writer in self._writers)
+
     def partition(self, key: Key) -> str:
         """The stream that a key goes to; the first of them if the broker binds it to several."""
         return self._targets.of(key)[0].stream
