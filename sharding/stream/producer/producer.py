@@ -172,12 +172,17 @@ class Producer:
                         and size < window.quick_bytes
                         and pending.plain is is_plain
                     ):
-                        pending.messages.append(message)
-                        pending.size = size
                         number = self._next_number
-                        pending.numbers.append(number)
-                        self._next_number = number + 1
-                        return number
+                        try:
+                            pending.numbers.append(number)
+                            pending.messages.append(message)
+                            pending.size = size
+                            self._next_number = number + 1
+                            return number
+                        except BaseException:  # a signal's: not one without the other
+                            pending.cut(min(len(pending.numbers), len(pending.messages)))
+                            self._next_number = number + 1
+                            raise
         message, is_plain = encoded(body, key, properties, application_properties)
         load = Load(
             (message,),
