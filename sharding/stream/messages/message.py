@@ -419,6 +419,8 @@ def text_of(key: Key) -> str:
     """A key as the annotation `x-routing-key` holds it, which is text."""
     if isinstance(key, str):
         return key
+    if not isinstance(key, bytes | bytearray | memoryview):
+        raise InvalidInput("key", "must be text or bytes", key)
     try:
         return bytes(key).decode()
     except UnicodeDecodeError:
