@@ -153,6 +153,7 @@ METRICS: Sequence[Metric] = (
         lost="Shards lost with their node or connection.",
         refused="Shards that another worker still held.",
         late_handovers="Partitions given up while a handler was at work.",
+        held_back="Times a partition waited for one message, max_ahead behind it being begun.",
         losses="Gaps that retention made before they were read.",
         stores="Offsets stored.",
     ),

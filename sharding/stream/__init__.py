@@ -13,6 +13,7 @@ from sharding.stream.errors import (
     NoAnswerInTime,
     NodeNotReached,
     NoLeader,
+    NotActive,
     NotSupported,
     Overloaded,
     PeerNotTrusted,
@@ -20,6 +21,7 @@ from sharding.stream.errors import (
     StreamExists,
     StreamNotFound,
     StreamRefused,
+    StreamReplaced,
     StreamUnavailable,
 )
 from sharding.stream.messages.codecs import Compression
@@ -53,6 +55,7 @@ __all__ = [
     "NoAnswerInTime",
     "NoLeader",
     "NodeNotReached",
+    "NotActive",
     "NotStored",
     "NotSupported",
     "Outcome",
@@ -72,6 +75,7 @@ __all__ = [
     "StreamExists",
     "StreamNotFound",
     "StreamRefused",
+    "StreamReplaced",
     "StreamRoute",
     "StreamUnavailable",
     "Unroutable",

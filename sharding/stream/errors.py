@@ -120,6 +120,26 @@ class DataLost(RemoteError):
         return type(self), (self.stream, self.asked, self.found)
 
 
+class StreamReplaced(RemoteError):
+    """The stream was deleted, and another one of its name made, while it was read."""
+
+    def __init__(self, stream: str, read: int) -> None:
+        self.stream = stream
+        self.read = read
+        super().__init__(
+            f"{stream!r} is not the stream that was read up to offset {read}: that one was deleted "
+            "and another made under its name; what it held is gone, and offsets begin again. Make "
+            "a new consumer, which begins where it is told to in the new one"
+        )
+
+    def __reduce__(self) -> tuple[type[StreamReplaced], tuple[str, int]]:
+        return type(self), (self.stream, self.read)
+
+
+class NotActive(LocalError):
+    """It is another consumer's turn: what is dealt with there, that one stores."""
+
+
 _BY_CODE: dict[int, type[StreamRefused]] = {
     Code.NO_SUCH_STREAM: StreamNotFound,
     Code.STREAM_EXISTS: StreamExists,

@@ -11,7 +11,7 @@ from typing import Literal
 from sharding.errors import InvalidInput
 from sharding.stream.messages import codecs
 from sharding.stream.messages.codecs import Compression
-from sharding.stream.producer.publish_frames import MAX_ENTRY_BYTES, MAX_RECORDS
+from sharding.stream.producer.publish_frames import MAX_RECORDS
 from sharding.stream.protocol.constants import (
     FIRST,
     LAST,
@@ -99,11 +99,6 @@ class StreamArguments:
         return given
 
 
-# What an entry costs the broker is what small messages cost: larger ones gain nothing by sharing.
-_ENTRY_MESSAGES = 250
-_ENTRY_BYTES = 32 * 1024
-
-
 @dataclass(frozen=True)
 class ProducerOptions:
     """The bounds hold for each partition of a super stream, so that one that is away does not hold
@@ -134,12 +129,11 @@ class ProducerOptions:
     """A partition that can't be published to for so long fails for good."""
     compression: Compression = Compression.NONE
     """Of sub-entry batches; needs `sub_entry_messages`."""
-    sub_entry_messages: int | None = None
+    sub_entry_messages: int = 0
     """Put so many messages into one entry, which the broker stores, confirms and deduplicates as
-    one: under the publishing id of its last message. 0: an entry for each message. None: 250, of
-    32 KiB at most together, where no message needs an entry of its own, so without a name and
-    without filter values; twice the messages a second. Every consumer unpacks such entries, one
-    over AMQP too."""
+    one: under the publishing id of its last message. 0: an entry for each message. An entry costs
+    the broker as much as a small message does, so 250 give about twice the messages a second. But
+    not every client reads shared entries whole: docs/streams.md."""
     filtering: bool = False
     """Messages may have filter values. Needs RabbitMQ 3.13."""
 
@@ -160,24 +154,12 @@ class ProducerOptions:
             raise InvalidInput("linger", "must be 0 seconds or more", self.linger)
         self._check_sub_entries()
 
-    @property
-    def entry_messages(self) -> int:
-        """How many messages may share an entry; 0 if none may."""
-        if self.sub_entry_messages is not None:
-            return self.sub_entry_messages
-        return 0 if self.name is not None or self.filtering else _ENTRY_MESSAGES
-
-    @property
-    def entry_bytes(self) -> int:
-        """How many bytes of messages may share an entry, if a frame has room for them."""
-        return _ENTRY_BYTES if self.sub_entry_messages is None else MAX_ENTRY_BYTES
-
     def _check_sub_entries(self) -> None:
-        if not 0 <= self.entry_messages <= MAX_RECORDS:
+        if not 0 <= self.sub_entry_messages <= MAX_RECORDS:
             raise InvalidInput(
                 "sub_entry_messages", f"must be 0 to {MAX_RECORDS}", self.sub_entry_messages
             )
-        if self.compression is not Compression.NONE and not self.entry_messages:
+        if self.compression is not Compression.NONE and not self.sub_entry_messages:
             raise InvalidInput(
                 "compression", "needs sub_entry_messages, since batches are compressed", 0
             )

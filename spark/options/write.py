@@ -10,7 +10,7 @@
 | `filterColumn` | none | the filter value of each row; streams on RabbitMQ 3.13 or newer |
 | `routing` | `hash` | `broker`: by the binding keys of the super stream |
 | `compression` | `none` | of sub-entry batches: `gzip`, `snappy`, `lz4`, `zstd` |
-| `subEntryMessages` | 250; 0 with filters or exactly_once | how many messages share an entry |
+| `subEntryMessages` | 0; 100 with a compression | how many messages share an entry |
 | `amqpUri` | `amqp://localhost:5672` | of queue shards: addresses of one cluster, without a login |
 | `through` | `exchange` | of queue shards: `default` is cheaper, and consumers see it |
 | `maxUnconfirmed` | 50000; queues 2000 | how many messages may be on their way at once |

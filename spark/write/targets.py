@@ -207,7 +207,7 @@ def producer_options(options: WriteOptions, name: str | None = None) -> Producer
         confirm_timeout=options.confirm_timeout,
         recovery_timeout=options.flush_timeout,
         compression=Compression[options.compression.upper()],
-        sub_entry_messages=options.sub_entry_messages,
+        sub_entry_messages=options.sub_entry_messages or 0,
         filtering=options.columns.filter is not None,
     )
 

@@ -106,6 +106,7 @@ def test_offsets_of_every_partition_are_stored_at_close(environment: StreamEnvir
             producer.flush(timeout=PATIENCE).raise_for_failures()
         with environment.consumer(invoices, JOE, store_every_messages=10**9) as consumer:
             found = read_all(consumer, 600)
+            assert list(consumer.batches(timeout=0)) == []  # it comes back for more: all is done
             consumer.close(2 * PATIENCE)  # half of it is for the offsets
         for stream in environment.partitions(invoices):
             assert environment.stored_offset("joe", stream) == len(found[stream]) - 1

@@ -97,7 +97,8 @@ class FakeClient:
         self.delivered = 0
         self.refuses: Exception | None = None
         self.hold_back = False
-        self.waits_for_turn = False
+        self.waiting: set[int] = set()
+        """Subscriptions of single active consumers whose turn it is not."""
         self.answered: list[tuple[bool, OffsetSpec]] = []
         """What was said to each ConsumerUpdate."""
         self.visible: int | None = None
@@ -117,6 +118,7 @@ class FakeClient:
 
     def detach_subscriber(self, number: int) -> None:
         del self.handlers[number]
+        self.waiting.discard(number)
         self.subscribed.pop(number, None)
 
     def call(self, request: Any, timeout: float | None = None) -> Answer:  # noqa: ARG002
@@ -133,7 +135,9 @@ class FakeClient:
             case Key.QUERY_OFFSET:
                 return OffsetAnswer(Code.OK, self.stream.stored.get(request.reference))
             case Key.STREAM_STATS:
-                return StatsAnswer(Code.OK, {"first_chunk_id": self.stream.begins_at})
+                chunks = self.stream.chunks
+                ends = {"last_chunk_id": chunks[-1][0] if chunks else -1}
+                return StatsAnswer(Code.OK, {"first_chunk_id": self.stream.begins_at} | ends)
             case Key.METADATA:
                 return MetadataAnswer(Code.OK)
         return Answer(Code.OK)
@@ -159,7 +163,8 @@ class FakeClient:
         if self.stream.name != request.stream:
             raise refusal("Subscribe", Code.NO_SUCH_STREAM, request.stream)
         self._start(request.subscription_id, request.offset, request.credit)
-        self.waits_for_turn = "single-active-consumer" in request.properties
+        if "single-active-consumer" in request.properties:
+            self.waiting.add(request.subscription_id)
         self.deliver()
         self.before_answer()
         if self.loses_after_subscribe:
@@ -175,7 +180,7 @@ class FakeClient:
     def make_active(self, number: int, active: bool) -> None:
         """What ConsumerUpdate does; an answer may come later."""
         answer = self.handlers[number].on_activity(active)
-        self.waits_for_turn = True
+        self.waiting.add(number)
         if isinstance(answer, Future):
             answer.add_done_callback(lambda later: self._go_on(number, active, later.result()))
         else:
@@ -185,14 +190,16 @@ class FakeClient:
         self.answered.append((active, spec))
         subscribed = self.subscribed.get(number)
         if active and subscribed is not None:
-            self.waits_for_turn = False
+            self.waiting.discard(number)
             self._start(number, spec, subscribed.credit)
             self.deliver()
 
     def deliver(self) -> None:
-        if self.hold_back or self.waits_for_turn or self.closed:
+        if self.hold_back or self.closed:
             return
         for number, subscribed in list(self.subscribed.items()):
+            if number in self.waiting:
+                continue
             for first, bodies in self.stream.chunks[: self.visible]:
                 handler = self.handlers.get(number)  # none: another thread has just lost it
                 if handler and subscribed.credit > 0 and first >= subscribed.following:

@@ -55,6 +55,9 @@ class HandRecovery:
 
     soon = schedule
 
+    def beside(self, _node: object, job: Callable[[], None]) -> None:
+        self.schedule(0, job)
+
     def run(self, seconds: float = 0.0) -> None:
         """Do what is due, and what becomes due within the next seconds."""
         until = self.now + seconds

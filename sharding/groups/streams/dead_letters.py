@@ -3,7 +3,7 @@
 A thread publishes what waits and holds each message's key until the broker has confirmed the
 letter. What was refused, or is of unknown outcome, is sent again after a pause: a letter may be
 there twice, and is never lost. The letter has the body, the key and the properties of the message;
-its application properties too, and beside them why, where and when.
+its application properties too, and beside them why, where and when, as far as that can be written.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sharding.backoff import Backoff
-from sharding.errors import WarrenError
+from sharding.errors import InvalidInput, WarrenError, reason
 from sharding.groups.handling.delivery import Dead, Delivery
 from sharding.groups.streams.progress import Counts
 from sharding.stream.environment import StreamEnvironment
@@ -29,6 +29,7 @@ logger = logging.getLogger("warren.groups")
 
 _FLUSH_TIMEOUT = 10.0
 _CLOSE_TIMEOUT = 1.0
+_SAID = 200  # of why a part can't be encoded
 _random = random.Random()  # its own, so that nobody else's sequence of numbers changes
 _BACKOFF = Backoff(first=0.2, longest=10.0)
 
@@ -106,20 +107,25 @@ class DeadLetters:
                 if self._closed:
                     return []
                 letters, self._waiting = self._waiting, []
+            wanted = []
             for letter in letters:
-                if not letter.still():
+                if letter.still():  # asked once: a turn may end at any moment
+                    wanted.append(letter)
+                else:
                     letter.dead.stored()
-            if wanted := [letter for letter in letters if letter.still()]:
+            if wanted:
                 return wanted
 
     def _store(self, letters: list[_Letter]) -> list[_Letter]:
         """Returns what has to be sent again."""
         try:
             producer = self._open()
-            bodies = [
-                letter_of(each.delivery, each.dead, each.time, self._group) for each in letters
+            room = producer.largest_message
+            written = [
+                letter_of(each.delivery, each.dead, each.time, self._group, room)
+                for each in letters
             ]
-            numbers = producer.send_encoded(bodies)
+            numbers = producer.send_encoded([each.encoded for each in written])
             reports = [producer.flush(_FLUSH_TIMEOUT)]
             if not reports[0].all_stored:
                 reports.append(producer.close(_CLOSE_TIMEOUT))  # nothing is pending after that
@@ -131,24 +137,25 @@ class DeadLetters:
         # Where some are not named, any may be among them.
         is_named = not any(report.omitted for report in reports)
         rest = []
-        for number, letter in zip(numbers, letters, strict=True):
+        for number, letter, (_, left_out) in zip(numbers, letters, written, strict=True):
             if number in failed or not is_named:
                 rest.append(letter)
                 continue
             self._counts.add("dead_lettered")
             logger.warning(
-                "offset %s of %s is stored in %s as a dead letter: %s, %s",
+                "offset %s of %s is stored in %s as a dead letter%s: %s, %s",
                 letter.delivery.offset,
                 letter.delivery.shard,
                 self._stream,
+                f", without {', '.join(left_out)}" if left_out else "",
                 letter.dead.why,
                 letter.dead.error,
             )
             letter.then()
             letter.dead.stored()
         if rest:
-            reason = next(iter(failed.values()))
-            logger.warning("%d dead letters for %s wait: %s", len(rest), self._stream, reason)
+            why = next(iter(failed.values()), "it is not known which are stored")
+            logger.warning("%d dead letters for %s wait: %s", len(rest), self._stream, why)
         if len(reports) > 1:
             self._let_go()
         return rest
@@ -157,8 +164,7 @@ class DeadLetters:
         if self._producer is None:
             if not self._environment.exists(self._stream):
                 self._environment.create_stream(self._stream, exist_ok=True)
-            # An entry for each letter: they are few, and each is settled on its own.
-            self._producer = self._environment.producer(self._stream, sub_entry_messages=0)
+            self._producer = self._environment.producer(self._stream)
         return self._producer
 
     def _let_go(self) -> None:
@@ -168,26 +174,58 @@ class DeadLetters:
                 producer.close(_CLOSE_TIMEOUT)
 
 
-def letter_of(delivery: Delivery, dead: Dead, moment: datetime, group: str) -> bytes:
-    """The dead letter of a message, encoded."""
+class Letter(NamedTuple):
+    encoded: bytes
+    left_out: tuple[str, ...] = ()
+    """What of the message is not in it, and why."""
+
+
+# A dead letter always comes to be. What of the message can't be encoded is left out, and then,
+# until the letter has room in a frame, what is largest. `x-warren-left-out` names each part with
+# its size; the message itself stays in its stream, at `x-warren-offset`, until retention deletes
+# it.
+
+
+def letter_of(delivery: Delivery, dead: Dead, moment: datetime, group: str, room: int) -> Letter:
+    """The dead letter of a message, of `room` bytes at most."""
     message = delivery.properties
     assert isinstance(message, Message)
+    parts: dict[str, dict[str, Any]] = {
+        "body": {"body": delivery.body},
+        "key": {"key": message.key},
+        "properties": {"properties": message.properties},
+        "application properties": {"application_properties": message.application_properties},
+        "annotations": {
+            "annotations": {str(name): value for name, value in message.annotations.items()}
+        },
+    }
     told: dict[str, AmqpValue] = {
-        **message.application_properties,
         "x-warren-reason": str(dead.why),
-        "x-warren-error": dead.error,
+        "x-warren-error": dead.error.encode("utf-8", "backslashreplace").decode(),
         "x-warren-attempts": dead.attempts,
         "x-warren-shard": delivery.shard,
-        "x-warren-key": delivery.key,
         "x-warren-time": moment.isoformat(timespec="milliseconds"),
         "x-warren-offset": delivery.offset,
         "x-warren-group": group,
     }
-    named = {str(name): value for name, value in message.annotations.items()}
-    return encode_message(
-        delivery.body,
-        key=message.key,
-        properties=message.properties,
-        application_properties=told,
-        annotations=named,
-    )
+    left_out: list[str] = []
+    sizes: dict[str, int] = {}
+    for name, part in parts.items():
+        try:
+            sizes[name] = len(encode_message(**{"body": b""} | part))
+        except (InvalidInput, ValueError, TypeError) as error:
+            left_out.append(f"{name}: {reason(error)}"[:_SAID])
+    while True:
+        kept = {field: value for name in sizes for field, value in parts[name].items()}
+        own = kept.pop("application_properties", {})
+        if "key" in kept and delivery.key:
+            told["x-warren-key"] = delivery.key
+        else:
+            told.pop("x-warren-key", None)
+        if left_out:
+            told["x-warren-left-out"] = "; ".join(left_out)
+        encoded = encode_message(**{"body": b""} | kept, application_properties={**own, **told})
+        if len(encoded) <= room or not sizes:
+            return Letter(encoded, tuple(left_out))
+        largest = max(sizes, key=sizes.__getitem__)
+        left_out.append(f"{largest}: {sizes.pop(largest)} bytes")

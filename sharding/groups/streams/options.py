@@ -19,13 +19,17 @@ class StreamGroupOptions(GroupOptions):
 
     offset: Offset = "first"
     """Where a group begins in a partition for which it has stored no offset yet: as for consumers.
-    With "next" and "last" a partition that is empty begins with its first message, which is lost
-    to the group only if its worker dies before it has stored any offset."""
+    With "next" and "last" a partition that is empty begins with its first message."""
     store_every_messages: int = 500
     """Store the offset after so many messages …"""
     store_every_seconds: float = 1.0
     """… or so much time, and whenever a partition is handed over. What was handled since is
     repeated after a worker was killed."""
+    max_ahead: int = 10_000
+    """How many messages may be begun from the first one on that is not settled: poison without dead
+    letters, a handler that hangs. It bounds what is held of them here, and what is handled again
+    after the worker was killed. Beyond it the partition waits, is warned of and counted. `prefetch`
+    may be begun in any case."""
     handover_timeout: float = 20.0
     """When a partition goes to another worker, how long it waits for the handlers that are at work
     on it. Handlers that take longer are not waited for: their messages are handled twice, and
@@ -40,6 +44,8 @@ class StreamGroupOptions(GroupOptions):
 
     def __post_init__(self) -> None:
         GroupOptions.__post_init__(self)  # super() does not work in a class with slots
+        if not isinstance(self.max_ahead, int) or self.max_ahead < 1:
+            raise InvalidInput("max_ahead", "must be a whole number from 1", self.max_ahead)
         if not 0 < self.handover_timeout <= MAX_HANDOVER:
             rule = f"must be above 0 and at most {MAX_HANDOVER:g} s: the broker waits for 60"
             raise InvalidInput("handover_timeout", rule, self.handover_timeout)

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sharding.errors import OutcomeUnknown, WarrenError, is_retryable
@@ -33,10 +33,11 @@ from sharding.stream.connections.access import Access
 from sharding.stream.connections.connection import StreamClient
 from sharding.stream.consumer.data_loss import without_gap
 from sharding.stream.consumer.inbox import Inbox, Lane, Taken
-from sharding.stream.consumer.offset_store import store_offset, store_offset_surely, stored_offset
-from sharding.stream.consumer.subscription import Subscription, start_offset
-from sharding.stream.errors import ProtocolError
-from sharding.stream.messages.chunk import messages, parse_header
+from sharding.stream.consumer.offset_store import store_offset, store_offset_surely
+from sharding.stream.consumer.starting import turn_offset, witness_before
+from sharding.stream.consumer.subscription import Subscription
+from sharding.stream.errors import ProtocolError, StreamNotFound, StreamReplaced
+from sharding.stream.messages.chunk import ChunkHeader, messages, parse_header
 from sharding.stream.messages.message import Message, decode_message
 from sharding.stream.options import ConsumerOptions, offset_spec
 from sharding.stream.protocol.constants import NEXT, Limits, OffsetSpec
@@ -46,6 +47,10 @@ from sharding.stream.protocol.versions import OURS
 logger = logging.getLogger("warren.groups")
 
 _TRY_AGAIN = 0.2
+_TIMEOUT = 5.0
+
+STREAM_IS_GONE = (StreamNotFound, StreamReplaced)
+"""One that comes back under the name is another one."""
 
 
 @dataclass(frozen=True)
@@ -62,30 +67,53 @@ class Shared:
     """Called when a turn begins or ends, and when a partition's thread ends."""
 
 
+@dataclass(frozen=True)
+class Known:
+    """What a worker knows of a partition from an earlier reader of its own."""
+
+    handled: int | None = None
+    """Up to which offset this worker has handled all: it does not do so again."""
+    witness: ChunkHeader | None = None
+    """By which the stream is recognised: in another one of its name `handled` means nothing."""
+    anew: bool = False
+    """The stream came after one of its name that was read, so all of it is still to be read."""
+
+
 class PartitionReader:
-    def __init__(self, stream: str, shared: Shared, handled: int | None = None) -> None:
+    def __init__(self, stream: str, shared: Shared, known: Known = Known()) -> None:
         self.stream = stream
-        self.handled = handled
-        """Up to which offset this worker has handled all; a new reader takes over from an old."""
+        self.handled = known.handled
         self.failure: Exception | None = None
         """Why the thread ended, if nobody asked for it."""
         self._shared = shared
         self._clock = shared.access.clock
         self._lane = Lane(stream, shut=True)
+        self._lane.witness = known.witness
+        self._reading = replace(shared.reading, offset="first") if known.anew else shared.reading
         self._inbox = Inbox(2 * shared.options.credits, batch_chunks=1, clock=self._clock)
         self._news = threading.Condition()
         self._changes = Changes(self._lane, self._inbox, self._wake)
         self._subscription = Subscription(
-            self._lane, self._inbox, shared.access, shared.reading, turns=self._changes
+            self._lane, self._inbox, shared.access, self._reading, turns=self._changes
         )
-        self._offsets = GroupOffsets(self._subscription, shared.reading, shared.counts, self._clock)
+        self._offsets = GroupOffsets(
+            self._subscription, self._reading, shared.counts, shared.access
+        )
         self._stop_at: float | None = None
         self._turn: Turn | None = None
         self._rest: Iterator[Message] | None = None
         self._released = threading.Event()
         self._released.set()
         self._renew_at = 0.0
+        self._held_back_by: int | None = None
         self._thread = threading.Thread(target=self._run, name=f"warren-{stream}", daemon=True)
+
+    @property
+    def known(self) -> Known:
+        """For the reader that comes after this one."""
+        if isinstance(self.failure, STREAM_IS_GONE):
+            return Known(anew=True)
+        return Known(self.handled, self._lane.witness)
 
     @property
     def active(self) -> bool:
@@ -119,7 +147,7 @@ class PartitionReader:
 
     def _run(self) -> None:
         try:
-            self._subscription.open(self._clock() + self._shared.reading.subscribe_timeout)
+            self._subscription.open(self._clock() + self._reading.subscribe_timeout)
             while self._stop_at is None:
                 change = self._changes.next()
                 if change is not None:
@@ -159,6 +187,8 @@ class PartitionReader:
                 return
             try:
                 position = self._offsets.position(change.client, self.handled)
+                found = witness_before(change.client, self.stream, position, _TIMEOUT)
+                self._lane.witness = found or self._lane.witness
                 break
             except WarrenError as error:
                 if not passes(error):
@@ -173,7 +203,7 @@ class PartitionReader:
         self._renew_at = 0.0
         shared.runner.accept(self.stream)
         owed = self._inbox.open(self._lane, change.tenure, position)
-        begin = offset_spec(shared.options.offset)
+        begin = offset_spec(self._reading.offset)
         change.answer.set_result(begin if position is None else OffsetSpec.at(position))
         change.give_credit(owed)
         shared.counts.add("taken")
@@ -229,6 +259,7 @@ class PartitionReader:
         turn, rest = self._turn, self._rest
         assert turn is not None
         assert rest is not None
+        self._say_if_held_back(turn)
         with self._news:
             until = self._wake_at()
             self._news.wait_for(
@@ -243,6 +274,18 @@ class PartitionReader:
                 self._rest = None
                 return
             turn.submit(message, self.stream)
+
+    def _say_if_held_back(self, turn: Turn) -> None:
+        """Once for each message that holds up the partition."""
+        offset = turn.held_back_by()
+        if offset is not None and offset != self._held_back_by:
+            self._held_back_by = offset
+            self._shared.counts.add("held_back")
+            logger.warning(
+                "%s: offset %d is not settled, and %d messages from it on are begun; no more are "
+                "until it is (max_ahead)",
+                *(self.stream, offset, self._shared.options.max_ahead),
+            )
 
     def _interrupted(self) -> bool:
         return bool(self._changes) or self._stop_at is not None
@@ -355,9 +398,6 @@ class Changes:
 
     # On the connection's reading thread.
 
-    def begin(self, client: StreamClient, timeout: float) -> None:
-        """Nothing to prepare: an answer is looked up when the broker asks."""
-
     def changed(
         self, active: bool, client: StreamClient, give_credit: Callable[[int], None]
     ) -> OffsetSpec | Future[OffsetSpec]:
@@ -379,35 +419,26 @@ class Changes:
         return True
 
 
-_TIMEOUT = 5.0
-
-
 class GroupOffsets:
     def __init__(
         self,
         subscription: Subscription,
         reading: ConsumerOptions,
         counts: Counts,
-        clock: Callable[[], float],
+        access: Access,
     ) -> None:
         self._subscription = subscription
         self._stream = subscription.stream
         self._reading = reading
         self._group = str(reading.name)
         self._counts = counts
-        self._clock = clock
+        self._access = access
+        self._clock = access.clock
 
     def position(self, client: StreamClient, handled: int | None) -> int | None:
         """Where to read on, when this worker has `handled` so much; None: the broker can tell."""
-        stored = stored_offset(client, self._group, self._stream, _TIMEOUT)
-        known = [offset + 1 for offset in (stored, handled) if offset is not None]
-        if known:
-            return max(known)
-        position = start_offset(client, self._stream, self._reading, _TIMEOUT)
-        if position:
-            # "next" is another place for whoever asks later, so it is settled here for all.
-            self._store_surely(client, position - 1, self._clock() + _TIMEOUT)
-        return position
+        own = None if handled is None else handled + 1
+        return turn_offset(client, self._stream, self._reading, own, self._access, _TIMEOUT)
 
     def store(self, offset: int) -> None:
         """Send it to be stored; one that gets lost is followed by the next."""
@@ -425,13 +456,11 @@ class GroupOffsets:
         soon = self._clock() + _TIMEOUT
         try:
             client = self._subscription.connection(soon)
-            self._store_surely(client, offset, max(deadline, soon))
+            until = max(deadline, soon)
+            store_offset_surely(client, self._group, self._stream, offset, until, self._clock)
+            self._counts.add("stores")
         except WarrenError as error:
             logger.warning("%s: offset %d was not stored: %s", self._stream, offset, error)
-
-    def _store_surely(self, client: StreamClient, offset: int, deadline: float) -> None:
-        store_offset_surely(client, self._group, self._stream, offset, deadline, self._clock)
-        self._counts.add("stores")
 
 
 def messages_of(taken: Taken, limits: Limits) -> Iterator[Message]:

@@ -47,6 +47,7 @@ class Turn:
         self._clock = clock
         self._lock = threading.Lock()
         self._worthwhile = max(1, options.prefetch // 10)
+        self._most = max(options.prefetch, options.max_ahead)
         self._watermark = Watermark(mark)
         self._stored = mark
         self._moved = 0
@@ -56,12 +57,19 @@ class Turn:
     @property
     def room(self) -> int:
         """How many more messages may be submitted now."""
-        return self._options.prefetch - self._watermark.in_hand
+        watermark = self._watermark
+        return min(self._options.prefetch - watermark.in_hand, self._most - watermark.open)
 
     @property
     def has_room(self) -> bool:
         """Whether it is worth to submit more: to wake a thread for each message costs too much."""
         return self.room >= self._worthwhile
+
+    def held_back_by(self) -> int | None:
+        """The offset that nothing more is begun behind, if `max_ahead` are."""
+        with self._lock:
+            left = self._most - self._watermark.open
+            return self._watermark.oldest if left < self._worthwhile else None
 
     @property
     def in_hand(self) -> int:
@@ -150,6 +158,16 @@ class Watermark:
         """Messages begun of which the outcome is not known."""
         self._open: deque[int] = deque()
         self._handled: set[int] = set()
+
+    @property
+    def open(self) -> int:
+        """Messages begun that the mark has not passed, those included that are handled."""
+        return len(self._open)
+
+    @property
+    def oldest(self) -> int | None:
+        """The first offset that the mark has not passed."""
+        return self._open[0] if self._open else None
 
     def begin(self, offset: int) -> None:
         last = self._open[-1] if self._open else self.mark

@@ -27,13 +27,19 @@ from sharding.groups.sharing.assignment import Assignment, Hands
 from sharding.groups.sharing.roster import Announcement, Kind, Roster
 from sharding.groups.streams.dead_letters import DeadLetters
 from sharding.groups.streams.options import StreamGroupOptions
-from sharding.groups.streams.partition import PartitionReader, Shared, passes
+from sharding.groups.streams.partition import (
+    STREAM_IS_GONE,
+    Known,
+    PartitionReader,
+    Shared,
+    passes,
+)
 from sharding.groups.streams.progress import Counts
 from sharding.stream.admin import check_stream_name
 from sharding.stream.connections.access import Access
 from sharding.stream.consumer.consumer import Consumer
 from sharding.stream.environment import StreamEnvironment
-from sharding.stream.errors import StreamNotFound
+from sharding.stream.errors import StreamNotFound, StreamReplaced
 from sharding.stream.options import StreamArguments
 from sharding.stream.producer.producer import Producer
 from sharding.stream.protocol.constants import MIB
@@ -42,7 +48,10 @@ logger = logging.getLogger("warren.groups")
 
 LOOK_INTERVAL = 0.25
 _LEAVE_TIMEOUT = 3.0
-_COUNTED = ("taken", "released", "lost", "late_handovers", "losses", "stores", "dead_lettered")
+_COUNTED = (
+    *("taken", "released", "lost", "late_handovers", "losses", "stores", "dead_lettered"),
+    "held_back",
+)
 
 
 class Partitions:
@@ -107,7 +116,7 @@ class StreamWorker:
         self._assignment = Assignment(me, options)
         self._readers: dict[str, PartitionReader] = {}
         self._leaving: set[str] = set()
-        self._handled: dict[str, int | None] = {}
+        self._known: dict[str, Known] = {}
         self._news = threading.Condition()
         self._changed = False
         self._winding_down = False
@@ -213,7 +222,7 @@ class StreamWorker:
             self._readers[stream].stop(self._clock() + self._options.handover_timeout)
         for stream in moves.take:
             logger.info("%s: getting in line", stream)
-            reader = PartitionReader(stream, self._shared, self._handled.get(stream))
+            reader = PartitionReader(stream, self._shared, self._known.get(stream, Known()))
             self._readers[stream] = reader
             reader.start()
 
@@ -223,12 +232,12 @@ class StreamWorker:
                 continue
             del self._readers[stream]
             self._leaving.discard(stream)
-            self._handled[stream] = reader.handled
+            self._known[stream] = reader.known
             failure = reader.failure
-            if isinstance(failure, StreamNotFound):
-                del self._handled[stream]  # one that comes back under the name is another one
+            if isinstance(failure, StreamReplaced):
+                self._counts.add("losses")
             if failure is not None:
-                if not passes(failure) and not isinstance(failure, StreamNotFound):
+                if not passes(failure) and not isinstance(failure, STREAM_IS_GONE):
                     raise failure
                 logger.warning("%s: %s", stream, failure)
 

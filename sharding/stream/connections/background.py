@@ -1,12 +1,13 @@
 """The threads of an environment that do things later: a timer, and a few workers for its jobs.
 
 One `Recovery` serves every producer and consumer of an environment, so that a thousand of them
-cost a handful of threads. A job goes into one of two lanes, which never wait for each other:
+cost a handful of threads. A job goes into one of these lanes, which never wait for each other:
 
 * `schedule`: work that may wait for the network, such as connecting again. It shares `workers`
   threads.
-* `soon`: short work, such as writing a batch that lingered or failing what is overdue. It shares
-  two threads.
+* `soon`: short work, such as failing what is overdue. It shares two threads.
+* `beside`: writing to a node, which may not read. Each node has a thread of its own, so that one
+  that hangs holds up nobody's writes but its own.
 
 Threads start when they are first needed and are daemons: an environment that was left open does
 not keep the process alive.
@@ -73,6 +74,7 @@ class Recovery:
         self._closed = False
         self._long = _Lane("warren-recovery", workers)
         self._short = _Lane("warren-timer", SHORT_WORKERS)
+        self._nodes: dict[object, _Lane] = {}
 
     def schedule(self, delay: float, job: Job) -> Timer:
         """Run `job` in `delay` seconds on a thread that may wait; returns what can cancel it."""
@@ -81,6 +83,16 @@ class Recovery:
     def soon(self, delay: float, job: Job) -> Timer:
         """Run the short `job` in `delay` seconds; it must not wait for an answer."""
         return self._add(Timer(self._clock() + delay, job, self._short))
+
+    def beside(self, node: object, job: Job) -> None:
+        """Run `job` now, on the thread of this node."""
+        with self._changed:
+            if self._closed:
+                return
+            lane = self._nodes.get(node)
+            if lane is None:
+                lane = self._nodes[node] = _Lane(f"warren-writes-{node}", 1)
+        lane.add(Timer(0, job, lane))
 
     def close(self, timeout: float = 5) -> None:
         """Start nothing any more, and wait up to `timeout` for what runs."""
@@ -92,7 +104,7 @@ class Recovery:
             self._changed.notify()
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(0.0, deadline - self._clock()))
-        for lane in (self._long, self._short):
+        for lane in (self._long, self._short, *self._nodes.values()):
             lane.close(lambda: max(0.0, deadline - self._clock()))
 
     @property

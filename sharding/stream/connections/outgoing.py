@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from sharding.errors import TryLater
+from sharding.errors import TryLater, WarrenError
 from sharding.stream.connections.transport import Buffer, Transport
 from sharding.stream.errors import ConnectionLost, ProtocolError
 
@@ -42,6 +42,12 @@ class Outgoing:
         try:
             self._write_posted(deadline)
             self._write(buffers, deadline)
+        except WarrenError:
+            raise
+        except BaseException:
+            # A signal handler's: a frame may be cut, and the next one must not be read as its rest.
+            self._transport.shut_down()
+            raise
         finally:
             self._writing.release()
         # What the reading thread could not write because of us. If that is late, ours is written.

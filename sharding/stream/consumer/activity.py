@@ -1,41 +1,43 @@
 """The single active consumer of a partition: when it may hand out messages, and from where.
 
-The broker asks on the connection's reading thread, and wants an offset at once; but where to go on
-is known to the broker alone, which keeps the offset that the last active consumer stored. So:
+The broker asks, and waits for the answer: up to 60 s, in which nobody else is made active. So what
+has to be done first is done first, on a thread that may wait:
 
-* while inactive, the stored offset is looked up now and then, to have a good answer;
-* that answer is given at once, and the chunks that come wait behind the lane's shut gate;
-* the offset is looked up once more, now that nobody else can move it, and the gate is opened at
-  it. What is before it was dealt with by others and is dropped.
-
-What this consumer has handed out itself it does not hand out again, whatever is stored.
+* *Yours*: where to go on is asked of the broker now (`starting`), since only now nobody else can
+  move it; then the gate is opened there, and the answer says the same place.
+* *Not yours*: nothing more is handed out from here on. What the application has dealt with is
+  stored if the consumer stores by itself, and only then is the answer given. What is in the
+  application's hands comes to the next one again.
+* A connection that is lost ends the turn unasked; nothing is stored after that.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Protocol
 
-from sharding.errors import WarrenError
+from sharding.errors import OutcomeUnknown, WarrenError, is_retryable
 from sharding.stream.connections.access import Access
 from sharding.stream.connections.attachments import ActivityAnswer
 from sharding.stream.connections.connection import StreamClient
 from sharding.stream.consumer.inbox import Inbox, Lane
-from sharding.stream.consumer.offset_store import stored_offset
+from sharding.stream.consumer.starting import turn_offset, witness_before
 from sharding.stream.options import ConsumerOptions, offset_spec
-from sharding.stream.protocol.constants import NEXT, OffsetSpec, OffsetType
+from sharding.stream.protocol.constants import NEXT, OffsetSpec
 
-LOOK_UP_EVERY = 5.0
+logger = logging.getLogger("warren.stream.consumer")
+
 _TRY_AGAIN = 0.2
 _TIMEOUT = 5.0
+
+StepDown = Callable[[Lane, int, StreamClient, float], None]
+"""Stores what was dealt with in a lane's tenure, over this connection, within so many seconds."""
 
 
 class Turns(Protocol):
     """Who decides, for one partition, what a change of activity means."""
-
-    def begin(self, client: StreamClient, timeout: float) -> None:
-        """A subscription is about to be made: from now on the broker may ask."""
 
     def changed(
         self, active: bool, client: StreamClient, give_credit: Callable[[int], None]
@@ -47,70 +49,80 @@ class Turns(Protocol):
 
 
 class Activity:
-    """Answers at once. Its lane is shut while another consumer is the active one."""
+    """Answers when it knows. Its lane is shut while another consumer is the active one."""
 
-    def __init__(self, lane: Lane, inbox: Inbox, access: Access, options: ConsumerOptions) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        inbox: Inbox,
+        access: Access,
+        options: ConsumerOptions,
+        on_step_down: StepDown | None = None,
+    ) -> None:
         self._lane = lane
         self._inbox = inbox
         self._access = access
-        self._name = str(options.name)
-        self._begin = offset_spec(options.offset)
-        self._stored: int | None = None
-
-    def begin(self, client: StreamClient, timeout: float) -> None:
-        """A subscription is about to be made: from now on the broker may ask."""
-        self._look_up(client, timeout)
-        self._look_up_later(client, self._lane.tenure)
+        self._options = options
+        self._on_step_down = on_step_down
 
     def changed(
         self, active: bool, client: StreamClient, give_credit: Callable[[int], None]
-    ) -> OffsetSpec:
+    ) -> ActivityAnswer:
         """The broker made this consumer the active one, or not; called on the reading thread."""
+        tenure, was_open = self._lane.tenure, not self._lane.shut
         self._inbox.shut(self._lane)  # also when active: what waits is of an older turn
-        tenure = self._lane.tenure
-        if not active:
-            self._look_up_later(client, tenure)
+        answer: Future[OffsetSpec] = Future()
+        if active:
+            now = self._lane.tenure
+            self._later(0, lambda: self._go_on(client, now, give_credit, answer), answer)
+        elif was_open and self._on_step_down is not None:
+            self._later(0, lambda: self._step_down(client, tenure, answer), answer)
+        else:
             return NEXT  # the broker does not look at it
-        self._access.later.schedule(0, lambda: self._go_on(client, tenure, give_credit))
-        position = self._position()
-        return self._begin if position is None else OffsetSpec.at(position)
+        return answer
 
     def ended(self) -> None:
         """The subscription was lost, and with it the turn to be active."""
         self._inbox.shut(self._lane)
 
-    def _look_up(self, client: StreamClient, timeout: float) -> None:
-        self._stored = stored_offset(client, self._name, self._lane.stream, timeout)
+    def _later(self, delay: float, job: Callable[[], None], answer: Future[OffsetSpec]) -> None:
+        if self._access.later.schedule(delay, job).cancelled:
+            answer.set_result(NEXT)  # the environment is being closed
 
-    def _position(self) -> int | None:
-        known = [] if self._lane.handed_out is None else [self._lane.handed_out]
-        if self._stored is not None:
-            known.append(self._stored + 1)
-        if not known and self._begin.kind is OffsetType.OFFSET:
-            return self._begin.value
-        return max(known, default=None)
-
-    def _go_on(self, client: StreamClient, tenure: int, give_credit: Callable[[int], None]) -> None:
-        if self._is_over(client, tenure):
+    def _go_on(
+        self,
+        client: StreamClient,
+        tenure: int,
+        give_credit: Callable[[int], None],
+        answer: Future[OffsetSpec],
+    ) -> None:
+        lane, stream = self._lane, self._lane.stream
+        if client.closed or self._inbox.closed or lane.tenure != tenure:
+            answer.set_result(NEXT)
             return
         try:
-            self._look_up(client, _TIMEOUT)
-        except WarrenError:  # the leader may be away for a moment
-            self._access.later.schedule(
-                _TRY_AGAIN, lambda: self._go_on(client, tenure, give_credit)
-            )
+            options, own = self._options, lane.handed_out
+            place = turn_offset(client, stream, options, own, self._access, _TIMEOUT)
+            lane.witness = witness_before(client, stream, place, _TIMEOUT) or lane.witness
+        except WarrenError as error:
+            if is_retryable(error) or isinstance(error, OutcomeUnknown):
+                # The leader may be away for a moment.
+                again = lambda: self._go_on(client, tenure, give_credit, answer)  # noqa: E731
+                self._later(_TRY_AGAIN, again, answer)
+                return
+            self._inbox.fail(error)
+            answer.set_result(NEXT)
             return
-        give_credit(self._inbox.open(self._lane, tenure, self._position()))
+        owed = self._inbox.open(lane, tenure, place)
+        answer.set_result(offset_spec(options.offset) if place is None else OffsetSpec.at(place))
+        give_credit(owed)
 
-    def _look_up_later(self, client: StreamClient, tenure: int) -> None:
-        self._access.later.schedule(LOOK_UP_EVERY, lambda: self._look_up_again(client, tenure))
-
-    def _look_up_again(self, client: StreamClient, tenure: int) -> None:
-        if self._is_over(client, tenure) or not self._lane.shut:
-            return
-        with suppress(WarrenError):  # it is asked again before it counts
-            self._look_up(client, _TIMEOUT)
-        self._look_up_later(client, tenure)
-
-    def _is_over(self, client: StreamClient, tenure: int) -> bool:
-        return client.closed or self._inbox.closed or self._lane.tenure != tenure
+    def _step_down(self, client: StreamClient, tenure: int, answer: Future[OffsetSpec]) -> None:
+        assert self._on_step_down is not None
+        try:
+            self._on_step_down(self._lane, tenure, client, _TIMEOUT)
+        except WarrenError as error:
+            # Who takes over repeats what was dealt with since the last offset was stored.
+            logger.info("%s: stepped down, no offset stored: %s", self._lane.stream, error)
+        finally:
+            answer.set_result(NEXT)

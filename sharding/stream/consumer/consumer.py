@@ -4,16 +4,20 @@ Connections fill the inbox from their own threads; the application's thread take
 and makes batches or messages of them. Nothing here runs unless the application asks for more, so
 it is never more than `credits` chunks per partition behind what this process holds.
 
-One thread at a time may iterate. `close()` may be called from any other, and ends the iteration.
+One thread at a time may iterate. `close()` may be called from any other, and from a signal handler,
+and ends the iteration.
+
+Offsets that are stored by themselves: what is in the application's hands counts as dealt with when
+it comes back for more, and never else. Of a single active consumer only who has the turn stores.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from sharding.errors import InvalidInput, WarrenError
@@ -21,8 +25,14 @@ from sharding.metrics.sources import Subject
 from sharding.stream.connections.access import Access
 from sharding.stream.consumer.data_loss import without_gap
 from sharding.stream.consumer.inbox import Inbox, Lane, Taken
-from sharding.stream.consumer.offset_store import Progress, store_offset, store_offset_surely
+from sharding.stream.consumer.offset_store import (
+    Progress,
+    Reached,
+    store_offset,
+    store_offset_surely,
+)
 from sharding.stream.consumer.subscription import Subscription
+from sharding.stream.errors import NotActive
 from sharding.stream.messages.chunk import messages, parse_header
 from sharding.stream.messages.message import Message, decode_message
 from sharding.stream.options import ConsumerOptions
@@ -32,6 +42,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from sharding.stream.arrow.batches import BatchReader
+    from sharding.stream.connections.connection import StreamClient
 
 logger = logging.getLogger("warren.stream.consumer")
 
@@ -59,7 +70,12 @@ class Consumer:
             options.store_every_messages, options.store_every_seconds, access.clock()
         )
         self._readers: dict[str, BatchReader] = {}
-        self._tenures: dict[str, int] = {}
+        self._storing = threading.RLock()
+        """Held from the look at whose turn it is until the offset is sent."""
+        self._inside: int | None = None
+        """The thread that is at work in here, and may hold locks of ours, for the application."""
+        self._closing = False
+        self._ended = threading.Event()
         self._rest: Taken | None = None
         labels = {"stream": super_stream or streams[0], "group": options.name or ""}
         self.counted_as = Subject("consumer", labels)
@@ -71,6 +87,7 @@ class Consumer:
                 self._access,
                 options,
                 super_stream,
+                on_step_down=self._step_down if options.stores_by_itself else None,
             )
             for stream in streams
         }
@@ -112,6 +129,7 @@ class Consumer:
                 assert message.offset is not None
                 self._hand_out(lane, message.offset + 1, 1)
                 yield message
+                self._progress.came_back()
                 if stores:
                     self._store_if_due()
             else:
@@ -156,44 +174,67 @@ class Consumer:
         """Store the offset of the last message dealt with, and return when the broker has it.
 
         Without `offset`, that of the last message handed out; without `stream`, in all streams.
+        A partition that is another single active consumer's by now raises `NotActive`, once what
+        there is of others is stored: what was handed out of it comes to that one again.
         """
         if self._options.name is None:
             raise InvalidInput("name", "offsets are stored under one; the consumer has none", None)
         if stream is not None and stream not in self._subscriptions:
             raise InvalidInput("stream", f"must be one of {', '.join(self.streams)}", stream)
+        deadline = self._access.clock() + timeout
         if offset is not None:
             if stream is None and len(self.streams) > 1:
                 raise InvalidInput("stream", "must be named to store a given offset", stream)
-            offsets = {stream or self.streams[0]: offset}
+            lane = self._subscriptions[stream or self.streams[0]].lane
+            reached = Reached(offset, lane.tenure)
+            if self._options.single_active and self._progress.is_behind(lane.stream, reached):
+                return  # others may have begun after a later one: it does not go back
+            lost = self._store_surely({lane.stream: reached}, deadline)
         else:
-            known = self._storable()
-            offsets = known if stream is None else {s: o for s, o in known.items() if s == stream}
-        self._store_surely(offsets, self._access.clock() + timeout)
+            known = self._progress.unstored(in_hand=True)
+            wanted = known if stream is None else {s: o for s, o in known.items() if s == stream}
+            lost = self._store_surely(wanted, deadline)
+        if lost:
+            for each in lost:
+                self._progress.forget(each)
+            raise NotActive(f"another consumer has the turn now at {', '.join(lost)}")
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
-        """Store offsets if the consumer does that by itself, and unsubscribe, within `timeout`."""
-        if self._inbox.closed:
-            return
+        """Store offsets if the consumer does that by itself, and unsubscribe, within `timeout`.
+
+        In a signal handler that interrupted this consumer's own work, another thread does that.
+        """
+        if self._inside == threading.get_ident():
+            # What it waits for, or the locks it needs, may be this thread's own.
+            threading.Thread(
+                target=self._close, args=(timeout,), name="warren-close", daemon=True
+            ).start()
+        else:
+            self._close(timeout)
+
+    def _close(self, timeout: float) -> None:
         now = self._access.clock()
+        with self._storing:
+            if self._closing:
+                is_first = False
+            else:
+                self._closing = is_first = True
+        if not is_first:
+            self._ended.wait(timeout)
+            return
         try:
             if self._options.stores_by_itself:
-                self._store_surely(self._storable(), now + timeout / 2)
+                self._store_surely(self._progress.unstored(), now + timeout / 2)
         except WarrenError as error:
             logger.warning("offsets were not stored at close: %s", error)
         finally:
             self._end(now + timeout)
+            self._ended.set()
 
     def __enter__(self) -> Consumer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._progress.take_back_last()
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -202,6 +243,14 @@ class Consumer:
 
     def _next(self, timeout: float | None) -> Taken | None:
         """What the application goes on with: the rest of what it had, or what comes next."""
+        self._progress.came_back()
+        self._inside = threading.get_ident()
+        try:
+            return self._find_next(timeout)
+        finally:
+            self._inside = None
+
+    def _find_next(self, timeout: float | None) -> Taken | None:
         clock = self._access.clock
         silent_at = None if timeout is None else clock() + timeout
         while True:
@@ -254,36 +303,56 @@ class Consumer:
 
     def _hand_out(self, lane: Lane, next_offset: int, count: int) -> None:
         lane.handed_out = next_offset
-        self._tenures[lane.stream] = lane.tenure
         self._counts["messages"] += count
-        self._progress.handed_out(lane.stream, next_offset, count)
-
-    def _storable(self) -> dict[str, int]:
-        """What is not stored yet, of streams that are still this consumer's."""
-        return {
-            stream: offset
-            for stream, offset in self._progress.unstored().items()
-            if self._tenures[stream] == self._subscriptions[stream].lane.tenure
-        }
+        self._progress.handed_out(lane.stream, next_offset, count, lane.tenure)
 
     def _store_if_due(self) -> None:
         now = self._access.clock()
         if not self._options.stores_by_itself or not self._progress.due(now):
             return
-        for stream, offset in self._storable().items():
-            # What fails now is due again with the next messages.
-            with suppress(WarrenError):
-                client = self._subscriptions[stream].connection(now)
-                store_offset(client, str(self._options.name), stream, offset)
-                self._progress.stored(stream, offset)
-        self._progress.restart(now)
+        outside, self._inside = self._inside, threading.get_ident()
+        try:
+            for stream, reached in self._progress.unstored().items():
+                # What fails now is due again with the next messages.
+                with suppress(WarrenError), self._storing:
+                    client = self._subscriptions[stream].connection(now)
+                    if self._is_turn(stream, reached):
+                        store_offset(client, str(self._options.name), stream, reached.offset)
+                        self._progress.stored(stream, reached)
+            self._progress.restart(now)
+        finally:
+            self._inside = outside
 
-    def _store_surely(self, offsets: Mapping[str, int], deadline: float) -> None:
-        for stream, offset in offsets.items():
-            client = self._subscriptions[stream].connection(deadline)
-            name = str(self._options.name)
-            store_offset_surely(client, name, stream, offset, deadline, self._access.clock)
-            self._progress.stored(stream, offset)
+    def _store_surely(self, offsets: Mapping[str, Reached], deadline: float) -> list[str]:
+        """The streams of which nothing was stored, because the turn is another's."""
+        lost = []
+        for stream, reached in offsets.items():
+            with self._storing:
+                # A connection that was made after the turn ended is found after that was noted.
+                client = self._subscriptions[stream].connection(deadline)
+                if not self._is_turn(stream, reached):
+                    lost.append(stream)
+                    continue
+                self._store_over(client, stream, reached, deadline)
+        return lost
+
+    def _is_turn(self, stream: str, reached: Reached) -> bool:
+        lane = self._subscriptions[stream].lane
+        return reached.tenure == lane.tenure and not lane.shut
+
+    def _step_down(self, lane: Lane, tenure: int, client: StreamClient, timeout: float) -> None:
+        """The broker waits for us to say that the turn has ended; until then it is ours."""
+        with self._storing:
+            reached = self._progress.unstored().get(lane.stream)
+            if reached is not None and reached.tenure == tenure:
+                self._store_over(client, lane.stream, reached, self._access.clock() + timeout)
+
+    def _store_over(
+        self, client: StreamClient, stream: str, reached: Reached, deadline: float
+    ) -> None:
+        name, clock = str(self._options.name), self._access.clock
+        store_offset_surely(client, name, stream, reached.offset, deadline, clock)
+        self._progress.stored(stream, reached)
 
     def _end(self, deadline: float) -> None:
         self._inbox.close()

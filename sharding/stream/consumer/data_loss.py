@@ -60,6 +60,13 @@ def without_gap(
     return checked, loss
 
 
+def tell(loss: DataLost, on_data_loss: OnDataLoss) -> None:
+    """Raise it, or where it is allowed, write it into the log."""
+    if on_data_loss == "raise":
+        raise loss
+    logger.warning("%s", loss)
+
+
 def is_lost(client: StreamClient, stream: str, gap: tuple[int, int], timeout: float) -> bool:
     """Whether retention deleted what was in a gap between offsets.
 

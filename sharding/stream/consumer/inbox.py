@@ -26,8 +26,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sharding.stream.messages.chunk import ChunkHeader
 from sharding.stream.protocol.constants import MIB
 
+_SIGNALS_SEEN_EVERY = 1.0
 BATCH_CHUNKS = 64
 BATCH_BYTES = 16 * MIB
 
@@ -39,7 +41,8 @@ class _Arrived(NamedTuple):
 
 
 class Lane:
-    """One partition's place in the inbox. Only the inbox changes it, but for `handed_out`."""
+    """One partition's place in the inbox. Only the inbox changes it, but for `handed_out` and
+    `witness`."""
 
     def __init__(self, stream: str, position: int | None = None, *, shut: bool = False) -> None:
         self.stream = stream
@@ -52,6 +55,9 @@ class Lane:
         self.tenure = 0
         self.owed = 0
         """Chunks that were dropped, and for which the broker has not got its credit back."""
+        self.witness: ChunkHeader | None = None
+        """A chunk of the stream that was read, or was there when reading began: none other ever
+        has its offset, unless the stream is made anew."""
         self._source: object = None
         self._waiting: deque[_Arrived] = deque()
         self._in_turn = False
@@ -157,7 +163,7 @@ class Inbox:
                     return None
                 self._sleepers += 1
                 try:
-                    self._changed.wait(left)
+                    self._changed.wait(_slice(left))
                 finally:
                     self._sleepers -= 1
 
@@ -226,3 +232,11 @@ class Inbox:
         lane.position = position
         self._line_up(lane)
         return Taken(lane, lane._source, lane.tenure, first, position, chunks, gap)
+
+
+def _slice(left: float | None) -> float | None:
+    """How long to wait at once. Python sees a signal that comes just before the main thread begins
+    to wait only when that wait ends, so there it is not a long one."""
+    if threading.current_thread() is not threading.main_thread():
+        return left
+    return _SIGNALS_SEEN_EVERY if left is None else min(left, _SIGNALS_SEEN_EVERY)

@@ -1,15 +1,14 @@
 """Offsets that the broker keeps under a consumer's name, and when they are due to be stored.
 
 What is stored is the offset of the last message that was dealt with, as the other clients do it;
-a consumer begins at the one after. A message counts as dealt with when the application comes back
-for the next one.
+a consumer begins at the one after.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sharding.errors import InvalidInput
 from sharding.stream.errors import NoAnswerInTime
@@ -20,6 +19,13 @@ if TYPE_CHECKING:
     from sharding.stream.connections.connection import StreamClient
 
 _TRY_AGAIN = 0.05  # seconds
+
+
+class Reached(NamedTuple):
+    """How far a partition was read in one of its tenures."""
+
+    offset: int
+    tenure: int
 
 
 def stored_offset(client: StreamClient, name: str, stream: str, timeout: float) -> int | None:
@@ -66,34 +72,40 @@ def check_offset(name: str, offset: int) -> None:
 
 
 class Progress:
-    """What the application has dealt with, and what of it is not stored yet. Pure."""
+    """What the application has dealt with, and what of it is not stored yet. Pure.
+
+    What was handed out last is in the application's hands. It counts as dealt with when the
+    application comes back for more, and not before: not when it fails, breaks off, or closes the
+    consumer, from whatever thread or signal handler. Nothing here needs a lock: one thread hands
+    out, and what others read is replaced as a whole.
+
+    Each belongs to a tenure of its partition (`Lane.tenure`): what was dealt with in an earlier one
+    is not this consumer's to store any more.
+    """
 
     def __init__(self, every_messages: int | None, every_seconds: float | None, now: float) -> None:
         self._every_messages = every_messages
         self._every_seconds = every_seconds
         self._messages = 0
         self._since = now
-        self._next: dict[str, int] = {}
-        self._stored: dict[str, int] = {}
-        self._before_last: tuple[str, int | None] | None = None
+        self._in_hand: tuple[str, Reached, int] | None = None
+        self._dealt_with: dict[str, Reached] = {}
+        self._stored: dict[str, Reached] = {}
 
-    def handed_out(self, stream: str, next_offset: int, messages: int) -> None:
-        self._before_last = stream, self._next.get(stream)
-        self._next[stream] = next_offset
-        self._messages += messages
+    def handed_out(self, stream: str, next_offset: int, messages: int, tenure: int = 0) -> None:
+        """Only after `came_back`, or what was in hand before is forgotten."""
+        self._in_hand = stream, Reached(next_offset - 1, tenure), messages
 
-    def take_back_last(self) -> None:
-        """What was handed out last was not dealt with: the application failed at it."""
-        if self._before_last is not None:
-            stream, before = self._before_last
-            if before is None:
-                del self._next[stream]
-            else:
-                self._next[stream] = before
-            self._before_last = None
+    def came_back(self) -> None:
+        """The application wants more: it has dealt with what it had."""
+        if self._in_hand is not None:
+            stream, reached, messages = self._in_hand
+            self._in_hand = None
+            self._dealt_with[stream] = reached
+            self._messages += messages
 
     def due(self, now: float) -> bool:
-        """Whether it is time to store; what was handed out has been dealt with."""
+        """Whether it is time to store."""
         if self._every_messages is not None and self._messages >= self._every_messages:
             return True
         at = self.due_at
@@ -106,16 +118,34 @@ class Progress:
             return None
         return self._since + self._every_seconds
 
-    def unstored(self) -> dict[str, int]:
-        """By stream, the offset of the last message dealt with that is not stored."""
+    def unstored(self, *, in_hand: bool = False) -> dict[str, Reached]:
+        """By stream, the offset of the last message dealt with that is not stored; or, if the
+        application says that it has dealt with that too, of what is in its hands."""
+        reached = self._dealt_with.copy()
+        held = self._in_hand
+        if in_hand and held is not None:
+            reached[held[0]] = held[1]
         return {
-            stream: next_offset - 1
-            for stream, next_offset in self._next.items()
-            if next_offset > 0 and self._stored.get(stream) != next_offset - 1
+            stream: each
+            for stream, each in reached.items()
+            if each.offset >= 0
+            and self._stored.get(stream) != each
+            and not self.is_behind(stream, each)
         }
 
-    def stored(self, stream: str, offset: int) -> None:
-        self._stored[stream] = offset
+    def is_behind(self, stream: str, reached: Reached) -> bool:
+        """Whether more was stored in the same tenure: an offset does not go back."""
+        stored = self._stored.get(stream)
+        return stored is not None and stored.tenure == reached.tenure and stored > reached
+
+    def stored(self, stream: str, reached: Reached) -> None:
+        self._stored[stream] = reached
+
+    def forget(self, stream: str) -> None:
+        """What was dealt with there is another consumer's now."""
+        self._dealt_with.pop(stream, None)
+        if self._in_hand is not None and self._in_hand[0] == stream:
+            self._in_hand = None
 
     def restart(self, now: float) -> None:
         """Everything due was stored, or tried."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -91,15 +91,44 @@ def first_and_last(
     )
 
 
+def chunk_at(client: StreamClient, stream: str, offset: int, timeout: float) -> ChunkHeader | None:
+    """The header of the first chunk of messages that ends after `offset`; None if there is none.
+
+    `client`'s node must hold a member of the stream, which may be behind others.
+    """
+    end = _FirstChunk(threading.Condition())
+    number = client.attach_subscriber(end, stream)
+    try:
+        spec, named = OffsetSpec.at(offset), {"name": PROBE_NAME}
+        client.call(Subscribe(number, stream, spec, credit=1, properties=named), timeout=timeout)
+        client.call(Metadata((stream,)), timeout=timeout)
+        found = end.header() if end.settled else None
+        # A node that is behind may begin with the last one it has.
+        return found if found is not None and found.end_offset > offset else None
+    finally:
+        if end.lost is None:
+            with suppress(WarrenError):
+                client.call(Unsubscribe(number), timeout=max(0.1, timeout))
+            client.detach_subscriber(number)
+
+
 def leader_ends(access: Access, stream: str, timeout: float) -> Ends | None:
     """The first and last offsets of messages that are stored for good; None if there are none."""
     deadline = access.clock() + timeout
-    leader = access.routes.leader(stream, timeout)
-    place = _FirstChunk(threading.Condition())  # keeps a place on the connection, subscribes never
-    client, number = access.pool.subscriber([leader], stream, place, deadline)
-    try:
+    with at_leader(access, stream, timeout) as client:
         left = max(0.0, deadline - access.clock())
         return first_and_last(client, stream, left, access.clock)
+
+
+@contextmanager
+def at_leader(access: Access, stream: str, timeout: float) -> Iterator[StreamClient]:
+    """A connection to the leader, with a place on it that is kept and never subscribes."""
+    deadline = access.clock() + timeout
+    leader = access.routes.leader(stream, timeout)
+    place = _FirstChunk(threading.Condition())
+    client, number = access.pool.subscriber([leader], stream, place, deadline)
+    try:
+        yield client
     finally:
         if place.lost is None:
             client.detach_subscriber(number)

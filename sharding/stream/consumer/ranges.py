@@ -10,24 +10,24 @@ its last message becomes the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sharding.errors import InvalidInput, Unreachable, WarrenError, is_retryable
 from sharding.stream.connections.access import Access
 from sharding.stream.consumer.consumer import Consumer
-from sharding.stream.consumer.data_loss import is_lost, without_gap
+from sharding.stream.consumer.data_loss import is_lost, tell, without_gap
 from sharding.stream.consumer.inbox import Inbox, Lane
 from sharding.stream.consumer.probe import Ends, first_and_last, leader_ends
 from sharding.stream.consumer.subscription import Subscription, check_abilities
 from sharding.stream.errors import DataLost, NoAnswerInTime
-from sharding.stream.messages.chunk import parse_header
+from sharding.stream.messages.chunk import ChunkHeader, parse_header
 from sharding.stream.options import Columns, ConsumerOptions, OnDataLoss, offset_spec
 from sharding.stream.protocol.commands import Metadata, Subscribe, Unsubscribe
-from sharding.stream.protocol.constants import NEXT, Broker, OffsetSpec
+from sharding.stream.protocol.constants import NEXT, Broker, Key, OffsetSpec
 from sharding.stream.routes.values import consumer_candidates
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _SILENCE = 0.05
 """How long nothing comes, in seconds, before the end of the range is asked about. Where chunks are
 stored, they follow each other within a few milliseconds."""
+_LONG_SILENCE = 1.0
 _TRY_AGAIN = 0.2
 _CLOSE_TIMEOUT = 5.0
 
@@ -107,10 +108,18 @@ def read_range(
 def _read_all(
     access: Access, stream: str, first: int, end: int, options: ConsumerOptions
 ) -> Generator[tuple[pa.RecordBatch, Broker | None]]:
+    position: int | None = first
+    while position is not None and position < end:
+        position = yield from _read_on(access, stream, position, end, options)
+
+
+def _read_on(
+    access: Access, stream: str, first: int, end: int, options: ConsumerOptions
+) -> Generator[tuple[pa.RecordBatch, Broker | None], None, int | None]:
+    """To the end of the range, or of what there is before a loss that may be skipped: then it
+    returns where to begin again."""
     from sharding.stream.arrow.batches import BatchReader
 
-    if first == end:
-        return
     timeout = options.recovery_timeout
     inbox = Inbox(2 * options.credits, clock=access.clock)
     lane = Lane(stream, first)
@@ -119,19 +128,23 @@ def _read_all(
     source, node = None, None
     try:
         subscription.open(access.clock() + timeout)
-        is_end_known, give_up = False, access.clock() + timeout
+        silence, give_up = _SILENCE, access.clock() + timeout
         while lane.position is not None and lane.position < end:
             now = access.clock()
-            taken = inbox.take(give_up if is_end_known else min(give_up, now + _SILENCE))
+            taken = inbox.take(min(give_up, now + silence))
             if taken is None:
                 if access.clock() >= give_up:
                     raise Unreachable(
                         f"no message of {stream!r} came for {timeout:g} s, "
                         f"at offset {lane.position}"
                     )
-                known = _end_of_rows(access, subscription, end, give_up - access.clock())
+                known = _end_of_rows(
+                    access, subscription, end, options.on_data_loss, give_up - access.clock()
+                )
                 if known is not None:
-                    end, is_end_known = known, True
+                    end, silence = known.end, _LONG_SILENCE
+                    if known.goes_on_at is not None:
+                        return known.goes_on_at
                 continue
             if taken.source is not source:
                 source, node = taken.source, subscription.node or node
@@ -146,29 +159,52 @@ def _read_all(
     finally:
         inbox.close()
         subscription.close(access.clock() + _CLOSE_TIMEOUT)
+    return None
+
+
+class _Known(NamedTuple):
+    end: int
+    """Of the range, or of the stream if that is earlier."""
+    goes_on_at: int | None = None
+    """Where the stream begins now, if what was to be read next is deleted."""
 
 
 def _end_of_rows(
-    access: Access, subscription: Subscription, end: int, timeout: float
-) -> int | None:
-    """`end`, or the offset after the stream's last message if that is earlier.
-
-    None if nobody can say so now. Then there may be no connection: the subscription finds a new
+    access: Access,
+    subscription: Subscription,
+    end: int,
+    on_data_loss: OnDataLoss,
+    timeout: float,
+) -> _Known | None:
+    """None if nobody can say so now. Then there may be no connection: the subscription finds a new
     one, or fails the inbox.
+
+    A broker whose reader comes to a segment that was deleted delivers nothing more until something
+    is published (seen on 4.0.5), so a loss is looked for here too. What was sent before that comes
+    before the answers.
     """
-    stream = subscription.stream
+    stream, lane = subscription.stream, subscription.lane
     deadline = access.clock() + timeout
     try:
         client = subscription.connection(access.clock())
         ends = first_and_last(client, stream, timeout, access.clock)
+        position = lane.position or 0
+        if ends is not None and position < ends.first and not lane.waiting:
+            gap = position, min(end, ends.first)
+            if is_lost(client, stream, gap, deadline - access.clock()):
+                tell(DataLost(stream, *gap), on_data_loss)
+                return _Known(end, ends.first)
         if ends is None or ends.last < end - 1:
             ends = leader_ends(access, stream, deadline - access.clock())
+        if ends is None:
+            left = deadline - access.clock()
+            _check_empty(client, stream, (position, end), on_data_loss, left)
     except WarrenError as error:
         if not (is_retryable(error) or isinstance(error, NoAnswerInTime)):
             raise
         subscription.pause(_TRY_AGAIN)
         return None
-    return min(end, ends.last + 1) if ends is not None else 0
+    return _Known(min(end, ends.last + 1) if ends is not None else 0)
 
 
 # A range of a stream from which the broker leaves out chunks, by the filter values in them.
@@ -178,6 +214,11 @@ def _end_of_rows(
 # metadata, and take what came before that answer. A broker sends the chunks it has, as far as its
 # credit goes, before it answers the next request. A round without a chunk is thus the end of what
 # the node holds; that it holds the whole range is made sure of before.
+#
+# Retention may delete at any moment, and a broker passes over what is gone as silently as over what
+# the filter leaves out. So each round is judged by what the node still has after it: a stream that
+# begins no later than the round did had all of it. If it begins later, what is missing between the
+# round's chunks was left out or deleted, nobody can tell which, and counts as lost.
 
 
 def read_filtered(
@@ -197,11 +238,8 @@ def read_filtered(
         check_abilities(client, options)
         ends = _whole_range(access, client, stream, end, timeout)
         if ends is None:
+            _check_empty(client, stream, (first, end), options.on_data_loss, timeout)
             return
-        gap = (first, ends.first)
-        fails = options.on_data_loss == "raise"
-        if fails and gap[0] < gap[1] and is_lost(client, stream, gap, timeout):
-            raise DataLost(stream, *gap)
         position, properties = first, options.subscription_properties(None)
         while position < end:
             spec = OffsetSpec.at(position)
@@ -210,12 +248,46 @@ def read_filtered(
             client.call(Metadata((stream,)), timeout=timeout)
             client.call(Unsubscribe(number), timeout=timeout)
             came = chunks.take()
+            gap = first_gap(position, min(end, ends.last + 1), map(parse_header, came))
+            if gap is not None and is_lost(client, stream, gap, timeout):
+                tell(DataLost(stream, *gap), options.on_data_loss)
             if not came:
                 return
             batch = reader.batch(came, position, end)
             position = max(parse_header(chunk).end_offset for chunk in came)
             if batch is not None:
                 yield batch, client.node
+
+
+def _check_empty(
+    client: StreamClient,
+    stream: str,
+    wanted: tuple[int, int],
+    on_data_loss: OnDataLoss,
+    timeout: float,
+) -> None:
+    """A stream without messages may have had some, which retention deleted, each and every one."""
+    if client.supports(Key.STREAM_STATS) and is_lost(client, stream, wanted, timeout):
+        tell(DataLost(stream, *wanted), on_data_loss)
+
+
+def first_gap(position: int, end: int, came: Iterable[ChunkHeader]) -> tuple[int, int] | None:
+    """The first offsets from `position` up to `end` that none of these chunks holds.
+
+    What comes after the last chunk is the next round's, if there is a chunk.
+
+    >>> first_gap(3, 9, [])
+    (3, 9)
+    >>> first_gap(9, 9, [])
+    """
+    until = end
+    for header in came:
+        until = header.first_offset
+        if until > position:
+            break
+        position = until = max(position, header.end_offset)
+    until = min(until, end)
+    return (position, until) if position < until else None
 
 
 @contextmanager

@@ -7,9 +7,9 @@ whatever moment, takes nothing with it and leaves nothing behind.
     open ──► subscribed ──lost──► recovering ──► subscribed …
                                       └── no such stream, or recovery_timeout over ──► failed
 
-A stream that is gone fails at once, everything else is tried again with growing pauses until
-`recovery_timeout` is over: also a password that is refused, since a cluster that restarts may not
-know its users yet.
+A stream that is gone, or was made anew, fails at once; everything else is tried again with growing
+pauses until `recovery_timeout` is over: also a password that is refused, since a cluster that
+restarts may not know its users yet.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from sharding.errors import LocalError, OutcomeUnknown, Unreachable, WarrenError
 from sharding.stream.connections.access import Access
 from sharding.stream.connections.attachments import ActivityAnswer
 from sharding.stream.connections.connection import StreamClient
-from sharding.stream.consumer.activity import Activity, Turns
+from sharding.stream.consumer.activity import Activity, StepDown, Turns
 from sharding.stream.consumer.inbox import Inbox, Lane, Taken
-from sharding.stream.consumer.offset_store import stored_offset
-from sharding.stream.consumer.probe import first_and_last
+from sharding.stream.consumer.starting import check_same, start_offset, witness_before
 from sharding.stream.errors import (
     AccessRefused,
     NoAnswerInTime,
@@ -36,11 +35,12 @@ from sharding.stream.errors import (
     NotSupported,
     ProtocolError,
     StreamNotFound,
+    StreamReplaced,
 )
 from sharding.stream.messages.chunk import HEADER_SIZE, check_crc, parse_header
 from sharding.stream.options import ConsumerOptions, offset_spec
 from sharding.stream.protocol.commands import Subscribe, Unsubscribe, credit_frame
-from sharding.stream.protocol.constants import NEXT, Broker, Key, OffsetSpec, OffsetType
+from sharding.stream.protocol.constants import NEXT, Broker, Key, OffsetSpec
 from sharding.stream.routes.values import StreamRoute, consumer_candidates
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class Subscription:
         options: ConsumerOptions,
         super_stream: str | None = None,
         turns: Turns | None = None,
+        on_step_down: StepDown | None = None,
     ) -> None:
         self.lane = lane
         self.stream = lane.stream
@@ -120,7 +121,7 @@ class Subscription:
         self._known_route: StreamRoute | None = None
         self._turns = turns
         if turns is None and options.single_active:
-            self._turns = Activity(lane, inbox, access, options)
+            self._turns = Activity(lane, inbox, access, options, on_step_down)
 
     def open(self, deadline: float) -> None:
         """Subscribe for the first time; raises what stands in the way."""
@@ -161,6 +162,7 @@ class Subscription:
 
     def give_back(self, taken: Taken) -> None:
         """Tell the broker that the application took chunks, so that it sends as many more."""
+        self.lane.witness = parse_header(taken.chunks[-1])
         if isinstance(taken.source, _Link):
             taken.source.give_credit(len(taken.chunks))
 
@@ -215,14 +217,16 @@ class Subscription:
         return self._known_route
 
     def _begin(self, link: _Link, deadline: float) -> None:
-        client, options = link.client, self._options
+        client, options, lane = link.client, self._options, self.lane
         check_abilities(client, options)
-        if self._turns is not None:
-            self._turns.begin(client, self._left(deadline))
-        elif self.lane.position is None:
+        if lane.witness is not None:
+            check_same(client, self.stream, lane.witness, self._access, self._left(deadline))
+        if self._turns is None and lane.position is None:
             start = start_offset(client, self.stream, options, self._left(deadline))
             if start is not None:
-                self._inbox.place(self.lane, start)
+                left = self._left(deadline)
+                lane.witness = witness_before(client, self.stream, start, left)
+                self._inbox.place(lane, start)
         position = self._inbox.listen(self.lane, link)
         spec = offset_spec(options.offset) if position is None else OffsetSpec.at(position)
         link.asked = True
@@ -247,7 +251,7 @@ class Subscription:
         give_up = self._lost_at + self._options.recovery_timeout
         try:
             self._subscribe(min(give_up, access.clock() + _ATTEMPT_TIMEOUT))
-        except (StreamNotFound, AccessRefused, LocalError) as error:
+        except (StreamNotFound, StreamReplaced, AccessRefused, LocalError) as error:
             if not is_retryable(error):
                 self._fail(error)
                 return
@@ -324,29 +328,6 @@ class Subscription:
             self._recover()
 
         self._do_later(0, recover)
-
-
-def start_offset(
-    client: StreamClient, stream: str, options: ConsumerOptions, timeout: float
-) -> int | None:
-    """The offset to begin at; None if only the broker can tell (first, and a time).
-
-    "next" and "last" mean another place at every moment. Were they sent as they are, what is stored
-    while a first connection is lost would be skipped; so they are turned into an offset once.
-    """
-    if options.name is not None:
-        stored = stored_offset(client, options.name, stream, timeout)
-        if stored is not None:
-            return stored + 1
-    spec = offset_spec(options.offset)
-    if spec.kind is OffsetType.OFFSET:
-        return spec.value
-    if spec.kind not in (OffsetType.NEXT, OffsetType.LAST):
-        return None
-    ends = first_and_last(client, stream, timeout)
-    if ends is None:
-        return 0
-    return ends.last + 1 if spec.kind is OffsetType.NEXT else ends.last_chunk
 
 
 def check_abilities(client: StreamClient, options: ConsumerOptions) -> None:

@@ -211,24 +211,31 @@ class Outbox:
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
         self._flying: deque[Batch] = deque()
-        self._waiting: deque[Batch] = deque()
+        self.waiting: deque[Batch] = deque()
+        """What is to be written, in order; who adds to it counts it."""
         self.messages = 0
         """How many have no outcome."""
         self.size = 0
         """The bytes of all batches that are not complete."""
 
     def add(self, batch: Batch) -> None:
-        self._waiting.append(batch)
+        self.waiting.append(batch)
         self.messages += len(batch.numbers)
         self.size += batch.size
 
     def take(self, now: float) -> Batch | None:
         """The next batch to write. It counts as sent from here on: it may be, in part."""
-        if not self._waiting:
+        if not self.waiting:
             return None
-        batch = self._waiting.popleft()
+        batch = self.waiting[0]
         batch.sent_at = now
-        self._flying.append(batch)
+        try:
+            self._flying.append(batch)
+            self.waiting.popleft()
+        except BaseException:  # a signal's: the step is finished, and then it may go on
+            if self.waiting and self.waiting[0] is batch:
+                self.waiting.popleft()
+            raise
         return batch
 
     def written(self, batch: Batch) -> None:
@@ -270,7 +277,7 @@ class Outbox:
         given_up = []
         for batch in reversed(flying):
             if self._keep and not batch.complete:
-                self._waiting.appendleft(batch)
+                self.waiting.appendleft(batch)
             else:
                 self._forget(batch)
                 given_up.append(batch)
@@ -280,18 +287,18 @@ class Outbox:
         """Every batch, in order, and nothing is left."""
         batches = self.batches
         self._flying.clear()
-        self._waiting.clear()
+        self.waiting.clear()
         self.messages = self.size = 0
         return batches
 
     @property
     def batches(self) -> list[Batch]:
         """Every batch that is not complete, in order."""
-        return [*self._flying, *self._waiting]
+        return [*self._flying, *self.waiting]
 
     @property
     def has_waiting(self) -> bool:
-        return bool(self._waiting)
+        return bool(self.waiting)
 
     @property
     def oldest_sent_at(self) -> float | None:
@@ -301,7 +308,7 @@ class Outbox:
     @property
     def oldest_position(self) -> int | None:
         """How many messages were handed over before the first batch that is not complete."""
-        for batches in (self._flying, self._waiting):
+        for batches in (self._flying, self.waiting):
             if batches:
                 return batches[0].position
         return None

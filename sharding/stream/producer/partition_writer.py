@@ -4,17 +4,20 @@ The rules:
 
 1. A message is *pending* until it goes into a batch, and the batch is in the outbox until the
    broker has settled it. Both together are bounded; who wants to add more waits.
-2. One thread at a time writes, whichever comes: the one whose message filled the batch, the
-   timer's when a batch has lingered, a recovery's. Others that find it busy leave: it looks again
-   before it stops. So frames go out in order, and no lock is held while a socket is waited for:
-   confirms are read meanwhile.
+2. One thread at a time writes, whichever comes: the one whose message filled the batch, or that of
+   the node, when a batch has lingered or a publisher is back. Others that find it busy leave: it
+   looks again before it stops. So frames go out in order, and no lock is held while a socket is
+   waited for: confirms are read meanwhile.
 3. When the publisher is lost (connection, leader, overdue confirms), the outbox decides what is
    given up and what is written again, and a recovery opens a new publisher, with growing pauses.
    New messages are taken meanwhile, as far as there is room.
 4. Sequence numbers that the broker knows (QueryPublisherSequence) say where a new producer goes
    on. They do not settle anything: the leader counts what it has not replicated yet. So all that
    has no confirm is sent again, and the broker confirms a duplicate once the original is safe.
-5. A recovery that fails for `recovery_timeout`, counted until the next confirm, fails the
+5. An exception that a signal handler raises may come at any moment on the main thread. It leaves
+   each message taken as a whole or not at all, whoever was writing stops and the publisher is
+   opened again, since nobody knows how much was written.
+6. A recovery that fails for `recovery_timeout`, counted until the next confirm, fails the
    partition for good: what was sent is unknown, what was not is refused. So does a deleted stream.
 
 All state is guarded by the producer's one lock. Methods that say "locked" want it held.
@@ -31,7 +34,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 
-from sharding.errors import LocalError, OutcomeUnknown, Unreachable, WarrenError
+from sharding.errors import LocalError, OutcomeUnknown, Unreachable, WarrenError, kind_of
 from sharding.outcomes import Outcome, Tally
 from sharding.stream.connections.background import Recovery, Timer
 from sharding.stream.errors import NoAnswerInTime, Overloaded, StreamUnavailable, refusal
@@ -39,7 +42,7 @@ from sharding.stream.options import ProducerOptions
 from sharding.stream.producer.outbox import Batch, outstanding, results
 from sharding.stream.producer.publishing import Attachment, Publishers, Publishing
 from sharding.stream.producer.reconnecting import Reconnecting
-from sharding.stream.producer.window import Load, Window
+from sharding.stream.producer.window import Load, Pending, Window
 from sharding.stream.protocol.constants import Code
 
 logger = logging.getLogger("warren.stream.producer")
@@ -79,7 +82,6 @@ class PartitionWriter:
         self._lock = shared.lock
         self.window = Window(stream, self._options)
         self._outbox = self.window.outbox
-        self._pending = self.window.pending
         self._publishing: Publishing | None = None
         self._failure: Exception | None = None
         self._is_writing = False
@@ -98,6 +100,10 @@ class PartitionWriter:
             shared.rng,
             self._options.recovery_timeout,
         )
+
+    @property
+    def _pending(self) -> Pending:
+        return self.window.pending
 
     def open(self, deadline: float) -> None:
         """Connect for the first time; raises what goes wrong."""
@@ -164,34 +170,48 @@ class PartitionWriter:
         """Locked: write what is pending, on another thread."""
         if self._pending.messages:
             self._is_due = True
-            self._shared.recovery.soon(0, self.write)
+            self._write_apart()
+
+    def _write_apart(self) -> None:
+        """On the node's thread: it may have to wait. With no publisher, the next one writes."""
+        publishing = self._publishing
+        if publishing is not None:
+            self._shared.recovery.beside(publishing.node, self.write)
 
     def write(self) -> None:
         """Write what is due, unless another thread does."""
-        with self._lock:
-            if self._is_writing:
-                return
-            self._is_writing = True
-        while True:
+        is_ours = False
+        try:
             with self._lock:
-                publishing = self._publishing
-                batch = None if publishing is None else self._next_batch()
-                if publishing is None or batch is None:
-                    self._is_writing = False
+                if self._is_writing:
                     return
-            try:
-                publishing.write(batch, self._options.send_timeout)
-            except Unreachable as error:
-                self.lost(publishing.attachment, error)
-            except Exception as error:
-                self._fail(error)
-            except BaseException as interrupt:
+                self._is_writing = is_ours = True
+            while True:
                 with self._lock:
-                    self._is_writing = False
-                reason = OutcomeUnknown(f"interrupted: {interrupt!r}")
-                self.lost(publishing.attachment, reason, is_declared=True)
-                raise
-            self._outbox.written(batch)
+                    publishing = self._publishing
+                    batch = None if publishing is None else self._next_batch()
+                    if publishing is None or batch is None:
+                        self._is_writing = is_ours = False
+                        return
+                try:
+                    publishing.write(batch, self._options.send_timeout)
+                except Unreachable as error:
+                    self.lost(publishing.attachment, error)
+                except WarrenError as error:
+                    self._fail(error)
+                self._outbox.written(batch)
+        except BaseException as interrupt:
+            if is_ours:
+                self._interrupted(interrupt)
+            raise
+
+    def _interrupted(self, interrupt: BaseException) -> None:
+        with self._lock:
+            self._is_writing = False
+            publishing = self._publishing
+        if publishing is not None:
+            reason = OutcomeUnknown(f"interrupted: {kind_of(interrupt)}")
+            self.lost(publishing.attachment, reason, is_declared=True)
 
     def _next_batch(self) -> Batch | None:
         if self._is_due and not self._outbox.has_waiting:
@@ -212,7 +232,7 @@ class PartitionWriter:
                 self._linger = self._shared.recovery.soon(left, self._linger_ended)
                 return
             self._is_due = True
-        self.write()
+            self._write_apart()
 
     # Outcomes, on the connection's reading thread
 
@@ -289,7 +309,7 @@ class PartitionWriter:
                 self.reconnecting.end()
         if publishing.attachment.is_lost:
             self.lost(publishing.attachment, Unreachable("lost while it was opened"))
-        self.write()
+        self._write_apart()
         return True
 
     # The end

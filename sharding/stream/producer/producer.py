@@ -123,6 +123,11 @@ class Producer:
                 "longest_recovery": max(each.reconnecting.longest for each in self._writers),
             }
 
+    @property
+    def largest_message(self) -> int:
+        """How many bytes an encoded message may have, to fit into a frame of any partition."""
+        return min(writer.window.largest_message for writer in self._writers)
+
     def partition(self, key: Key) -> str:
         """The stream that a key goes to; the first of them if the broker binds it to several."""
         return self._targets.of(key)[0].stream
@@ -170,12 +175,17 @@ class Producer:
                         and size < window.quick_bytes
                         and pending.plain is is_plain
                     ):
-                        pending.messages.append(message)
-                        pending.size = size
                         number = self._next_number
-                        pending.numbers.append(number)
-                        self._next_number = number + 1
-                        return number
+                        try:
+                            pending.numbers.append(number)
+                            pending.messages.append(message)
+                            pending.size = size
+                            self._next_number = number + 1
+                            return number
+                        except BaseException:  # a signal's: not one without the other
+                            pending.cut(min(len(pending.numbers), len(pending.messages)))
+                            self._next_number = number + 1
+                            raise
         message, is_plain = encoded(body, key, properties, application_properties)
         load = Load(
             (message,),

@@ -95,6 +95,7 @@ class Publishing:
         self.last_id = 0
         """The last publishing id in the stream under the producer's name; 0 for none."""
         self.frame_max = client.frame_max
+        self.node = client.node
 
     def write(self, batch: Batch, timeout: float) -> None:
         """All frames of the batch, in order; `ConnectionLost` if that can't be finished."""

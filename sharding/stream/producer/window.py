@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -80,33 +81,48 @@ class Pending:
             last = each
 
     def extend(self, load: Load) -> None:
+        """All of the load, or if a signal's exception comes in between, nothing of it."""
+        before = len(self.messages)
+        try:
+            self._extend(load)
+        except BaseException:
+            self.cut(before)
+            raise
+
+    def cut(self, count: int) -> None:
+        """Keep the first `count` messages, with all that goes with them."""
+        for column in (self.messages, self.numbers, self.ids, self._filters):
+            if column is not None:
+                del column[count:]
+        self.size = sum(map(len, self.messages))
+
+    def _extend(self, load: Load) -> None:
         if load.ids is not None or self.ids is not None:
             self._add_ids(load.ids, len(load))
         messages = load.messages
         if load.plain and not self.plain:
             messages = list(map(encode_data, messages))
         elif self.plain and not load.plain:
-            self.messages = list(map(encode_data, self.messages))
-            self.size = sum(map(len, self.messages))
-            self.plain = False
+            encoded = list(map(encode_data, self.messages))
+            size = sum(map(len, encoded))
+            # Together: Python lets no exception in between plain assignments.
+            self.messages, self.size, self.plain = encoded, size, False
         self.messages.extend(messages)
         self.numbers.extend(load.numbers)
         self.size += sum(map(len, messages))
         if self._filters is not None:
             self._filters.extend(load.filters or [None] * len(messages))
 
-    def take(self, frame_max: int) -> Batch:
-        """All of it as a batch."""
+    def batch(self, frame_max: int) -> Batch:
+        """All of it as a batch; `following` is what comes after."""
         ids: Sequence[int] = self.ids or range(self._next_id, self._next_id + len(self.messages))
-        self._next_id = ids[-1] + 1
-        self._any_used = True
         groups = None
-        if most := self._options.entry_messages:
-            room = min(publish_frames.room_for_entries(frame_max), self._options.entry_bytes)
+        if most := self._options.sub_entry_messages:
+            room = min(publish_frames.room_for_entries(frame_max), publish_frames.MAX_ENTRY_BYTES)
             sizes = list(map(len, self.messages))
             groups = publish_frames.groups(sizes, most, room, self.plain)
             ids = array("Q", [ids[group.stop - 1] for group in groups])
-        batch = Batch(
+        return Batch(
             self.messages,
             ids,
             self.numbers,
@@ -117,9 +133,15 @@ class Pending:
             groups,
             self._options.compression,
         )
-        self.taken += len(batch.numbers)
-        self._clear()
-        return batch
+
+    def following(self, batch: Batch) -> Pending:
+        """The buffer for what comes after this batch, which is all that there is here."""
+        following = copy(self)
+        following._next_id = self.last_id + 1
+        following._any_used = True
+        following.taken += len(batch.numbers)
+        following._clear()
+        return following
 
     def _add_ids(self, ids: Sequence[int] | None, count: int) -> None:
         following = range(self.last_id + 1, self.last_id + 1 + count)
@@ -197,7 +219,13 @@ class Window:
     def pack(self) -> None:
         """Put what is pending into a batch."""
         if self.pending.messages:
-            self.outbox.add(self.pending.take(self.frame_max))
+            batch, outbox = self.pending.batch(self.frame_max), self.outbox
+            following = self.pending.following(batch)
+            messages, size = outbox.messages + len(batch.numbers), outbox.size + batch.size
+            # A signal's exception comes in after a call, not between plain assignments: so all of
+            # this is done, or nothing.
+            outbox.messages, outbox.size, self.pending = messages, size, following
+            outbox.waiting.append(batch)
             self.refresh()
 
     # For reports

@@ -24,6 +24,8 @@ def unknown(number: int) -> Result:
 class FakeProducer:
     """Takes every letter, and reports what it was told to."""
 
+    largest_message = 1_000
+
     def __init__(self, flushed: Report, closed: Report | Exception) -> None:
         self.letters: list[bytes] = []
         self._flushed, self._closed = flushed, closed

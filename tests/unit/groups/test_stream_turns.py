@@ -21,14 +21,13 @@ from sharding.groups.options import Retry
 from sharding.groups.streams.options import MAX_HANDOVER, StreamGroupOptions
 from sharding.groups.streams.partition import Begins, Changes, Ends, Lost, PartitionReader, Shared
 from sharding.groups.streams.progress import Counts
+from sharding.groups.streams.worker import _COUNTED as COUNTED
 from sharding.stream.consumer.inbox import Inbox, Lane
 from sharding.stream.errors import StreamNotFound, refusal
 from sharding.stream.protocol.constants import NEXT, Code, OffsetSpec
 from tests.cluster import wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support.fake_streams import FakeCluster
-
-COUNTED = ("taken", "released", "lost", "late_handovers", "losses", "stores", "dead_lettered")
 
 
 class DeadLetterStore:

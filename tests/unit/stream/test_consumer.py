@@ -17,9 +17,11 @@ from sharding.stream.consumer.ranges import RangeReading, read_range
 from sharding.stream.errors import (
     AuthenticationFailed,
     DataLost,
+    NotActive,
     NotSupported,
     ProtocolError,
     StreamNotFound,
+    StreamReplaced,
     refusal,
 )
 from sharding.stream.options import ConsumerOptions, offset_spec
@@ -201,6 +203,39 @@ def test_deleted_stream_ends_the_consumer_after_what_was_read() -> None:
         offsets(consumer)
 
 
+@pytest.mark.parametrize("length", [0, 3, 20])
+def test_stream_made_anew_is_told_from_the_one_that_was_read(length: int) -> None:
+    cluster = FakeCluster(4, 4)
+    consumer = consumer_of(cluster)
+    assert offsets(consumer) == list(range(8))
+    cluster.stream.chunks.clear()
+    cluster.stream.next_offset = 0
+    cluster.client.lose(refusal("Use", Code.STREAM_NOT_AVAILABLE, "s"))
+    cluster.stream.append(*[1] * length)
+    cluster.run(until=60)
+    with pytest.raises(StreamReplaced, match="up to offset 8"):
+        offsets(consumer)
+
+
+@pytest.mark.parametrize("witness", ["deleted by retention", "not committed yet"])
+def test_stream_is_not_called_another_one_without_proof(witness: str) -> None:
+    cluster = FakeCluster(4, 4)
+    consumer = consumer_of(cluster)
+    assert offsets(consumer) == list(range(8))
+    cluster.client.lose()
+    cluster.stream.append(4)
+    if witness == "deleted by retention":
+        cluster.stream.truncate(2)
+        cluster.run()
+    else:
+        cluster.on_connect = lambda client: setattr(client, "visible", 1)
+        cluster.run(until=20)
+        assert offsets(consumer) == []
+        cluster.on_connect = lambda _: None
+        cluster.run(until=40)
+    assert offsets(consumer) == list(range(8, 12))
+
+
 @pytest.mark.parametrize(
     "reason", [Unreachable("down"), AuthenticationFailed("Sasl", Code.AUTHENTICATION_FAILURE)]
 )
@@ -362,10 +397,19 @@ def test_offsets_are_stored_after_some_time() -> None:
     assert cluster.stream.stored == {"joe": 2}
 
 
-def test_close_stores_what_was_dealt_with() -> None:
+def test_close_stores_what_was_dealt_with_and_not_what_is_in_hand() -> None:
     cluster = FakeCluster(5, 5)
     with consumer_of(cluster, name="joe", store_every_messages=100) as consumer:
         offsets(consumer, 4)
+    assert cluster.stream.stored == {"joe": 2}
+
+
+def test_what_is_in_hand_counts_for_who_says_so_and_is_not_taken_back_at_close() -> None:
+    cluster = FakeCluster(5, 5)
+    with consumer_of(cluster, name="joe", store_every_messages=100) as consumer:
+        offsets(consumer, 4)
+        consumer.store_offset()
+        assert cluster.stream.stored == {"joe": 3}
     assert cluster.stream.stored == {"joe": 3}
 
 
@@ -403,15 +447,36 @@ class TestSingleActive:
         assert consumer.active == ("s",)
         assert offsets(consumer) == [7, 8, 9]
 
-    def test_waiting_consumer_looks_up_what_is_stored_now_and_then(self) -> None:
-        """So that it need not read from the beginning when its turn comes."""
+    def test_broker_is_told_where_to_go_on_once_that_was_looked_up(self) -> None:
         cluster = FakeCluster(5, 5)
         self.consumer(cluster)
         cluster.stream.stored["joe"] = 6
-        cluster.run(until=6)
-        assert cluster.client.handlers[0].on_activity(True) == OffsetSpec.at(7)
+        cluster.client.make_active(0, True)
+        assert cluster.client.answered == []
+        cluster.run()
+        assert cluster.client.answered == [(True, OffsetSpec.at(7))]
 
-    def test_consumer_made_inactive_hands_out_and_stores_nothing_more(self) -> None:
+    @pytest.mark.parametrize(("sizes", "place"), [((5, 5), 10), ((), 0)])
+    @pytest.mark.parametrize("offset", ["next", "last"])
+    def test_next_and_last_are_the_same_place_for_who_takes_over(
+        self, sizes: tuple[int, ...], place: int, offset: str
+    ) -> None:
+        cluster = FakeCluster(*sizes)
+        if sizes and offset == "last":
+            place = 5
+        first = self.consumer(cluster, offset=offset)
+        one = cluster.client
+        one.make_active(0, True)
+        cluster.run()
+        assert one.answered == [(True, OffsetSpec.at(place))]
+        first.close()  # nothing is stored of what it may have handed out
+        cluster.stream.append(5)
+        self.consumer(cluster, offset=offset)
+        cluster.client.make_active(0, True)
+        cluster.run()
+        assert cluster.client.answered == [(True, OffsetSpec.at(place))]
+
+    def test_consumer_made_inactive_stores_first_and_nothing_more_after_it(self) -> None:
         cluster = FakeCluster(5, 5)
         consumer = self.consumer(cluster, store_every_messages=100)
         cluster.client.make_active(0, True)
@@ -419,8 +484,36 @@ class TestSingleActive:
         assert offsets(consumer, 3) == [0, 1, 2]
         cluster.client.make_active(0, False)
         assert offsets(consumer) == []
+        assert len(cluster.client.answered) == 1, "nobody else is let in yet"
+        cluster.run()
+        assert len(cluster.client.answered) == 2
+        assert cluster.stream.stored == {"joe": 2}, "it came back for more in the meantime"
+        cluster.stream.stored["joe"] = 8  # by another one
         consumer.close()
+        assert cluster.stream.stored == {"joe": 8}
+
+    def test_who_lost_the_turn_can_not_store(self) -> None:
+        cluster = FakeCluster(5, 5)
+        consumer = self.consumer(cluster)
+        cluster.client.make_active(0, True)
+        cluster.run()
+        assert offsets(consumer, 3) == [0, 1, 2]
+        cluster.client.make_active(0, False)
+        for given in ((), ("s", 2)):
+            with pytest.raises(NotActive, match="another consumer"):
+                consumer.store_offset(*given)
+        consumer.store_offset()  # there is nothing of its own any more
         assert cluster.stream.stored == {}
+
+    def test_offset_of_a_turn_does_not_go_back(self) -> None:
+        cluster = FakeCluster(5, 5)
+        consumer = self.consumer(cluster)
+        cluster.client.make_active(0, True)
+        cluster.run()
+        offsets(consumer, 8)
+        consumer.store_offset("s", 6)
+        consumer.store_offset("s", 4)
+        assert cluster.stream.stored == {"joe": 6}
 
     def test_iteration_under_way_stops_when_the_turn_ends(self) -> None:
         cluster = FakeCluster(5, 5)

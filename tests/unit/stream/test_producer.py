@@ -829,10 +829,13 @@ def test_filters_and_sub_entries_do_not_go_together() -> None:
         ProducerOptions(name="p", compression=Compression.GZIP)
 
 
-def test_messages_share_entries_where_none_needs_an_id_or_a_filter_of_its_own(
-    make: Make, world: World
-) -> None:
-    producer = make(sub_entry_messages=None, linger=60)
+def test_each_message_is_an_entry_of_its_own_unless_asked_otherwise() -> None:
+    """Not every client reads shared entries whole."""
+    assert ProducerOptions().sub_entry_messages == 0
+
+
+def test_messages_share_entries_if_asked_for(make: Make, world: World) -> None:
+    producer = make(sub_entry_messages=250, linger=60)
     producer.send_many([b"%d" % n for n in range(600)])
     producer.send(b"keyed", key="k")
     assert producer.flush(PATIENCE).stored == 601
@@ -846,16 +849,6 @@ def test_messages_share_entries_where_none_needs_an_id_or_a_filter_of_its_own(
         ]
     )
     assert entries[-1][1] == last
-    for options in ({"name": "p"}, {"filtering": True}):
-        assert ProducerOptions(**options).entry_messages == 0
-
-
-def test_large_messages_have_entries_of_their_own(make: Make, world: World) -> None:
-    producer = make(sub_entry_messages=None, linger=60)
-    bodies = [b"x" * 9_000, b"y" * 8_000, b"z" * 5_000]
-    producer.send_many(bodies)
-    assert producer.flush(PATIENCE).stored == 3
-    assert world.bodies() == list(map(encode_data, bodies))
 
 
 def test_filter_values_are_sent_with_version_2(make: Make, world: World) -> None:

@@ -1,0 +1,134 @@
+"""Where reading a partition begins, and whether it still is the stream that was read before.
+
+The rules:
+
+1. *What is stored counts, and is asked for when the turn comes*: of single active consumers another
+   one may have stored an offset a moment ago, and nobody moves it once the turn is ours. A consumer
+   goes on after it, or after what it has handed out itself if that is further.
+2. *"next" and "last" are fixed once.* They mean another place at every moment, so the first one to
+   ask turns them into an offset. A plain consumer keeps it through lost connections. A single
+   active one stores it, as if all before it were dealt with, so that whoever takes over before
+   anything else is stored begins there too. Where the stream is empty there is nothing before; then
+   the place, 0, is stored under a name of its own (`place_name`).
+3. *A stream deleted and made again is another one*, whatever its length, and the old offsets mean
+   nothing in it. Nothing in the protocol says so. But chunks are stored once and never change, so
+   one that was read is a witness: where another chunk has its offset, or the leader's log ends
+   before it, the stream was replaced. One that retention deleted says nothing; that what came after
+   it is gone too is noticed as a gap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from sharding.errors import Unreachable
+from sharding.stream.connections.access import Access
+from sharding.stream.consumer.offset_store import store_offset_surely, stored_offset
+from sharding.stream.consumer.probe import at_leader, chunk_at, first_and_last
+from sharding.stream.errors import StreamReplaced
+from sharding.stream.messages.chunk import ChunkHeader
+from sharding.stream.options import ConsumerOptions, offset_spec
+from sharding.stream.protocol.commands import StreamStats
+from sharding.stream.protocol.constants import MAX_REFERENCE_BYTES, Key, OffsetType
+
+if TYPE_CHECKING:
+    from sharding.stream.connections.connection import StreamClient
+
+_MOVING = (OffsetType.NEXT, OffsetType.LAST)
+
+
+def start_offset(
+    client: StreamClient, stream: str, options: ConsumerOptions, timeout: float
+) -> int | None:
+    """The offset to begin at; None if only the broker can tell (first, and a time)."""
+    if options.name is not None:
+        stored = stored_offset(client, options.name, stream, timeout)
+        if stored is not None:
+            return stored + 1
+    return _place(client, stream, options, timeout)
+
+
+def turn_offset(
+    client: StreamClient,
+    stream: str,
+    options: ConsumerOptions,
+    own: int | None,
+    access: Access,
+    timeout: float,
+) -> int | None:
+    """The same for the one whose turn it is now; it has handed out all before `own` itself."""
+    name = str(options.name)
+    stored = stored_offset(client, name, stream, timeout)
+    known = [place for place in (own, None if stored is None else stored + 1) if place is not None]
+    if known:
+        return max(known)
+    if offset_spec(options.offset).kind not in _MOVING:
+        return _place(client, stream, options, timeout)
+    fixed = stored_offset(client, place_name(name), stream, timeout)
+    if fixed is not None:
+        return fixed
+    place = _place(client, stream, options, timeout) or 0
+    under, offset = (name, place - 1) if place else (place_name(name), place)
+    deadline = access.clock() + timeout
+    store_offset_surely(client, under, stream, offset, deadline, access.clock)
+    return place
+
+
+def place_name(name: str) -> str:
+    """Under which it is stored that the consumers of this name begin at offset 0.
+
+    >>> place_name("billing")
+    'warren.begins billing'
+    """
+    whole = f"warren.begins {name}"
+    if len(whole.encode()) <= MAX_REFERENCE_BYTES:
+        return whole
+    return f"warren.begins {hashlib.sha256(name.encode()).hexdigest()}"
+
+
+def _place(
+    client: StreamClient, stream: str, options: ConsumerOptions, timeout: float
+) -> int | None:
+    spec = offset_spec(options.offset)
+    if spec.kind is OffsetType.OFFSET:
+        return spec.value
+    if spec.kind not in _MOVING:
+        return None
+    ends = first_and_last(client, stream, timeout)
+    if ends is None:
+        return 0
+    return ends.last + 1 if spec.kind is OffsetType.NEXT else ends.last_chunk
+
+
+def witness_before(
+    client: StreamClient, stream: str, position: int | None, timeout: float
+) -> ChunkHeader | None:
+    """The chunk that holds the last message before `position`, if there is one."""
+    if not position:
+        return None
+    found = chunk_at(client, stream, position - 1, timeout)
+    return found if found is not None and found.first_offset < position else None
+
+
+def check_same(
+    client: StreamClient, stream: str, witness: ChunkHeader, access: Access, timeout: float
+) -> None:
+    """Raises `StreamReplaced` if the stream is not the one that `witness` was read from."""
+    found = chunk_at(client, stream, witness.first_offset, timeout)
+    if found is None:  # this replica may be behind
+        with at_leader(access, stream, timeout) as leader:
+            found = chunk_at(leader, stream, witness.first_offset, timeout)
+            if found is None and not _is_shorter(leader, stream, witness, timeout):
+                # A new leader does not know yet what the others have, and delivers none of it.
+                raise Unreachable(f"{stream!r} does not deliver offset {witness.first_offset} yet")
+    if found is None or (found != witness and found.first_offset <= witness.first_offset):
+        raise StreamReplaced(stream, witness.end_offset)
+
+
+def _is_shorter(leader: StreamClient, stream: str, witness: ChunkHeader, timeout: float) -> bool:
+    """Whether the leader's log, delivered or not, ends before the witness."""
+    if not leader.supports(Key.STREAM_STATS):
+        return False
+    last = leader.call(StreamStats(stream), timeout=timeout).stats.get("last_chunk_id")
+    return last is not None and last < witness.first_offset

@@ -1,0 +1,88 @@
+"""A stream deleted and made again under a reader is noticed, and nothing of it skipped (21)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from sharding.groups import StreamConsumerGroup
+from sharding.groups.handling.delivery import Delivery
+from sharding.stream import StreamEnvironment, StreamNotFound, StreamReplaced
+from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
+from tests.support import patient
+from tests.support.streams import await_replicas, environment_of, publish, stream_in
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def environment(cluster: Cluster) -> Iterator[StreamEnvironment]:
+    with environment_of(cluster, **patient.STREAMS) as opened:
+        yield opened
+
+
+def numbers(prefix: bytes, count: int) -> list[bytes]:
+    return [b"%s %d" % (prefix, number) for number in range(count)]
+
+
+def make_anew(environment: StreamEnvironment, stream: str) -> None:
+    environment.delete_stream(stream)
+    environment.create_stream(stream)
+    await_replicas(environment, stream)
+
+
+@pytest.mark.parametrize("length", [0, 500, 1500])
+@pytest.mark.parametrize("offset", ["first", "next"])
+def test_consumer_says_that_it_is_another_stream(
+    environment: StreamEnvironment, offset: str, length: int
+) -> None:
+    with stream_in(environment) as stream:
+        publish(environment, stream, numbers(b"old", 1000))
+        found: list[bytes] = []
+        failures: list[Exception] = []
+        # "next" stands at offset 1000 and has read nothing.
+        consumer = environment.consumer(stream, offset=offset, **patient.READER)
+
+        def read() -> None:
+            try:
+                found.extend(message.body for message in consumer.messages())
+            except Exception as error:
+                failures.append(error)
+
+        with consumer:
+            reading = threading.Thread(target=read)
+            reading.start()
+            if offset == "first":
+                wait_until(lambda: consumer.positions.get(stream) == 1000)
+            make_anew(environment, stream)
+            if length:
+                publish(environment, stream, numbers(b"new", length))
+            reading.join(PATIENCE)
+            assert not reading.is_alive(), "it waits without a word"
+        assert isinstance(failures[0], StreamReplaced | StreamNotFound)
+        assert found == (numbers(b"old", 1000) if offset == "first" else [])
+
+
+def test_group_begins_the_new_stream_at_its_beginning(environment: StreamEnvironment) -> None:
+    if environment.server_version < (3, 11):
+        pytest.skip("consumer groups need RabbitMQ 3.11")
+    with stream_in(environment) as stream:
+        publish(environment, stream, numbers(b"old", 1000))
+        handled: list[bytes] = []
+        lock = threading.Lock()
+
+        def handle(delivery: Delivery) -> None:
+            with lock:
+                handled.append(delivery.body)
+
+        options = patient.stream_group(settle_time=0.1)
+        with StreamConsumerGroup(environment, stream, handle, group="g", options=options):
+            wait_until(lambda: len(handled) >= 1000)
+            make_anew(environment, stream)
+            publish(environment, stream, numbers(b"new", 1500))
+            wait_until(lambda: len(set(handled)) >= 2500, explain=lambda: f"{len(handled)}")
+        assert [body for body in handled if body.startswith(b"new")] == numbers(b"new", 1500)
+        environment.delete_stream(f"warren.group.{stream}", missing_ok=True)
