@@ -53,7 +53,8 @@ class ReceivedProperties(pika.BasicProperties):
         self.raw = raw
 
     def encode(self) -> list[bytes]:
-        unchanged = vars(self) == vars(ReceivedProperties(self.raw))
+        # As they are written: NaN is not equal to itself, and 1 is to True.
+        unchanged = repr(vars(self)) == repr(vars(ReceivedProperties(self.raw)))
         return [self.raw] if unchanged else super().encode()
 
 

@@ -204,6 +204,8 @@ def _where(parameters: pika.ConnectionParameters) -> str:
 
 ACCESS_REFUSED = 403
 """A right is missing, or a queue is in exclusive use by another."""
+PRECONDITION_FAILED = 406
+"""It is there, and something else."""
 
 
 class Refused(RemoteError):

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Protocol, Self
 
 from sharding.errors import InvalidInput, WarrenError, reason
-from sharding.groups.handling.delivery import check_handler
+from sharding.groups.handling.delivery import check_callback, check_handler, check_returned
 from sharding.groups.handling.tasks import HandlerTasks
 from sharding.groups.handling.threads import Handler, HandlerThreads
 from sharding.groups.options import GroupOptions
@@ -24,6 +24,7 @@ from sharding.metrics.sources import Subject
 logger = logging.getLogger("warren.groups")
 
 OnFailure = Callable[[BaseException], object]
+_TELLER = "warren-on-failure"
 
 
 def new_worker_id() -> str:
@@ -63,6 +64,8 @@ class GroupFront:
         awaited: bool = False,
     ) -> None:
         check_handler(handler, awaited=awaited)
+        if on_failure is not None:
+            check_callback("on_failure", on_failure)
         options.dead_letters_of(logical)  # raises if that can't be a name
         self.options = options
         self.worker = new_worker_id()
@@ -102,17 +105,28 @@ class GroupFront:
 
     def _fail(self, error: BaseException) -> None:
         """It is useless to go on; the first reason counts."""
-        if self.failure is not None:
-            return
-        self.failure = error
+        with self._claiming:
+            if self.failure is not None:
+                return
+            self.failure = error
         # Only errors of ours say all there is to say.
         trace = None if isinstance(error, WarrenError) else error
         logger.error("the worker of %s stops: %s", self._about, reason(error), exc_info=trace)
-        if self._on_failure is not None:
-            try:
-                self._on_failure(error)
-            except BaseException:  # the application's own; it must not end a thread of ours
-                logger.exception("on_failure raised")
+        # Nobody may be waiting in run(), and a worker that failed must hold no shard idle; not even
+        # for as long as the application takes to hear of it.
+        self._stop_by_itself()
+        self._tell_failure(error)
+
+    def _stop_by_itself(self) -> None:
+        raise NotImplementedError
+
+    def _tell_failure(self, error: BaseException) -> None:
+        if self._on_failure is None:
+            return
+        try:
+            check_returned(self._on_failure(error), "on_failure")
+        except BaseException:  # the application's own; it must not end a thread of ours
+            logger.exception("on_failure raised")
 
     def _raise_failure(self) -> None:
         if self.failure is not None and not self._failure_is_told:
@@ -142,6 +156,8 @@ class BlockingFront(GroupFront):
     _runner: HandlerThreads | None = None
     _has_begun = False
     _has_ended = False
+    _has_finished = True
+    """Whether the handlers ended in time."""
 
     def __init__(
         self,
@@ -154,6 +170,7 @@ class BlockingFront(GroupFront):
         super().__init__(logical, group, handler, options, on_failure)
         self._handler = handler
         self._stop_request = StopRequest()
+        self._told = threading.Event()
         self._changing = threading.Lock()
         self._changer: int | None = None
         """The thread that starts or stops it; a signal handler may interrupt that one."""
@@ -181,12 +198,14 @@ class BlockingFront(GroupFront):
         Raises what makes it useless to go on: too many handlers that hang, a queue without locks,
         a lost permission.
         """
-        # First of all: a signal while it starts would end the process with shards in its hands.
-        with stopping_on_signals(self._stop_request.ask):
-            if not self._started:
-                self.start()
-            self._stop_request.wait()
-        self.stop()
+        try:
+            # First of all: a signal while it starts would end the process with shards in its hands.
+            with stopping_on_signals(self._stop_request.ask):
+                if not self._started:
+                    self.start()
+                self._stop_request.wait()
+        finally:  # whatever ends the waiting: nobody would know that it works on
+            self.stop()
         self._raise_failure()
 
     def stop(self, timeout: float | None = None) -> bool:
@@ -202,11 +221,10 @@ class BlockingFront(GroupFront):
         if self._changer == threading.get_ident():
             return False
         with self._one_at_a_time():
-            if self._has_ended or not self._has_begun:
-                return True
-            finished = self._end(self._patience(timeout))
-            self._has_ended = True  # not before: an interrupted one is finished by the next
-            return finished
+            if self._has_begun and not self._has_ended:
+                self._has_finished = self._end(self._patience(timeout))
+                self._has_ended = True  # not before: an interrupted one is finished by the next
+            return self._has_finished
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
@@ -221,10 +239,21 @@ class BlockingFront(GroupFront):
     def _is_stopping(self) -> bool:
         return self._stop_request.is_asked
 
-    def _fail(self, error: BaseException) -> None:
-        super()._fail(error)
-        # Nobody may be waiting in run(), and a worker that failed must hold no shard idle.
+    def _stop_by_itself(self) -> None:
         threading.Thread(target=self.stop, name="warren-stop", daemon=True).start()
+
+    def _tell_failure(self, error: BaseException) -> None:
+        def tell() -> None:
+            super(BlockingFront, self)._tell_failure(error)
+            self._told.set()
+
+        threading.Thread(target=tell, name=_TELLER, daemon=True).start()
+
+    def _raise_failure(self) -> None:
+        # The process may end with this error, and on_failure should have been heard before.
+        if self.failure is not None and threading.current_thread().name != _TELLER:
+            self._told.wait(self.options.stop_timeout)
+        super()._raise_failure()
 
     def _begin(self) -> None:
         raise NotImplementedError

@@ -29,6 +29,7 @@ from sharding.groups import (
 from sharding.groups.queues.shard_reader import NotLockable
 from sharding.groups.queues.worker import exchange_of
 from sharding.maps.naming import SHARDS_KEY
+from sharding.maps.shard_map import Address
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
@@ -618,6 +619,14 @@ def test_shards_that_a_group_can_not_work_with_are_refused_when_it_starts(
                 channel.queue_delete(queue)
 
 
+def test_dead_letters_that_would_be_handled_again_are_refused_when_it_starts(
+    topology: Topology, images: str
+) -> None:
+    options = patient.group(dead_letter=shards_of(topology, images)[0])
+    with pytest.raises(InvalidInput, match="dead_letter: must not be a shard"):
+        ConsumerGroup(topology, images, print, options=options).start()
+
+
 def test_a_queue_that_accepts_two_exclusive_consumers_is_refused(
     cluster: Cluster, topology: Topology, images: str
 ) -> None:
@@ -671,6 +680,14 @@ def test_a_missing_right_ends_the_worker_and_is_named(cluster: Cluster, images: 
                 },
                 f"sharding: {images}",
             ),
+            (
+                {
+                    "configure": groups,
+                    "write": r"^amq\.gen-.*$",
+                    "read": groups[:-2] + rf"|sharding: {images} - .*|warren\.shard-maps)$",
+                },
+                f"write access to exchange 'warren.group.{images}'",
+            ),
         ]:
             path = ("permissions", node.endpoint.vhost, user)
             node.management.call("PUT", *path, body=rights, timeout=PATIENCE)
@@ -682,6 +699,93 @@ def test_a_missing_right_ends_the_worker_and_is_named(cluster: Cluster, images: 
             assert "secret-word" not in str(caught.value)
     finally:
         node.management.call("DELETE", "users", user, timeout=PATIENCE)
+
+
+def test_a_foreign_exchange_where_workers_meet_ends_the_worker_and_is_named(
+    cluster: Cluster, topology: Topology, images: str
+) -> None:
+    with raw_channel(cluster.nodes[0]) as channel:
+        channel.exchange_declare(exchange_of(images), "topic")
+        group = ConsumerGroup(topology, images, lambda _: None, options=patient.group())
+        with pytest.raises(GroupFailed, match=f"'{exchange_of(images)}', and there is another"):
+            group.run()
+        channel.exchange_delete(exchange_of(images))
+
+
+def test_what_is_not_read_is_warned_of(
+    cluster: Cluster, topology: Topology, images: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def is_warned_of(text: str) -> bool:
+        return any(text in each.getMessage() for each in caplog.records if each.levelname != "INFO")
+
+    gone = shards_of(topology, images)[0]
+    with raw_channel(cluster.nodes[0]) as channel:
+        channel.queue_delete(gone)
+    with ConsumerGroup(topology, images, lambda _: None, options=patient.group()) as group:
+        wait_until(lambda: is_warned_of(f"{gone!r} can't be taken now, and is not read"))
+        wait_until(lambda: len(group.shards) == 5)
+        topology.forget(images)
+        wait_until(lambda: is_warned_of(f"{images!r} is not sharded any more"))
+        wait_until(lambda: not group.shards)
+        topology.ensure(images)
+        wait_until(lambda: len(group.shards) == 6)
+
+
+def test_a_node_that_can_not_be_reached_is_warned_of(
+    topology: Topology, images: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A map names the addresses that brokers know of themselves; clients may know others only."""
+    known = topology.shard_map(images)
+    assert known is not None
+    nowhere = tuple(replace(node, addresses=(Address("127.0.0.1", 1),)) for node in known.nodes)
+    url = topology._urls[0]
+    with (
+        Topology(url, maps=[replace(known, nodes=nowhere)]) as elsewhere,
+        ConsumerGroup(elsewhere, images, lambda _: None, options=patient.group()),
+    ):
+        wait_until(
+            lambda: any(
+                "its shards are not read" in each.getMessage() and each.levelname == "WARNING"
+                for each in caplog.records
+            )
+        )
+
+
+def test_a_cancelled_run_ends_its_group(topology: Topology, images: str) -> None:
+    async def play() -> None:
+        async def handle(_: Delivery) -> None: ...
+
+        group = AioConsumerGroup(topology, images, handle, options=patient.group())
+        running = asyncio.create_task(group.run())
+        while not group.shards:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert not group.healthy
+        assert not group.shards
+
+    asyncio.run(play())
+
+
+def test_whoever_cancels_all_tasks_ends_the_group_and_it_says_so(
+    topology: Topology, images: str
+) -> None:
+    async def play() -> None:
+        mine = asyncio.current_task()
+
+        async def handle(_: Delivery) -> None: ...
+
+        group = AioConsumerGroup(topology, images, handle, options=patient.group())
+        await group.start()
+        while not group.shards:
+            await asyncio.sleep(0.01)
+        for task in asyncio.all_tasks() - {mine}:
+            task.cancel()
+        with pytest.raises(GroupFailed, match="somebody has cancelled the group's tasks"):
+            await group.run()
+
+    asyncio.run(play())
 
 
 def test_asynchronous_workers_share_with_others(

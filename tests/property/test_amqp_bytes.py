@@ -111,6 +111,21 @@ def test_any_properties_are_read_and_put_together_to_the_same_bytes(raw: bytes) 
         assert (getattr(received, name) is not None) == bool(is_there)
 
 
+NOT_A_NUMBER = b"\x20\x00" + sized(b"\x01af\x7f\xc0\x00\x00")
+
+
+@given(property_lists())
+@example(NOT_A_NUMBER)
+def test_properties_that_nobody_changed_are_sent_as_they_came(raw: bytes) -> None:
+    assert b"".join(ReceivedProperties(raw).encode()) == raw
+
+
+def test_a_changed_header_is_sent_also_where_python_calls_it_equal() -> None:
+    received = ReceivedProperties(b"\x20\x00" + sized(b"\x01aI\x00\x00\x00\x01"))
+    received.headers = {"a": True}
+    assert b"".join(received.encode()).endswith(b"t\x01")
+
+
 @given(st.binary(max_size=60))
 @example(b"\x20\x00" + sized(b"\x01aT"))
 @example(b"\x20\x00" + sized(b"\x01aF" + sized(b"\x01bZ")))

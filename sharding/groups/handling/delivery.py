@@ -48,16 +48,6 @@ class BatchFailed(WarrenError):
         return type(self), (self.done, str(self))
 
 
-def done_by(failed: BatchFailed, size: int) -> int:
-    """How many of `size` messages are handled; none where the error was made to say something
-    else."""
-    try:
-        done = failed.done
-    except Exception:
-        return 0
-    return min(done, size) if type(done) is int and done > 0 else 0
-
-
 class GroupFailed(WarrenError):
     """A worker can't go on and has given its shards back; the text says why."""
 
@@ -99,31 +89,72 @@ class Dead:
 # `yield`. Such a handler is refused where that can be seen; where it can't, behind a decorator say,
 # what comes back shows it.
 
-_ASYNCHRONOUS = "must not be asynchronous: nobody would await it; for queues use AioConsumerGroup"
+_ASYNCHRONOUS = "must not be asynchronous: nobody would await it"
+_FOR_QUEUES = f"{_ASYNCHRONOUS}; for queues use AioConsumerGroup"
 _YIELDS = "must not have a yield: calling it does nothing"
 
 
 def check_handler(handler: object, *, awaited: bool) -> None:
     """Raise if it would do nothing; `awaited` says whether what it returns is awaited."""
-    if not callable(handler):
-        raise InvalidInput("handler", "must be callable", handler)
-    while isinstance(handler, partial):
-        handler = handler.func
-    for function in (handler, type(handler).__call__):
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise InvalidInput("handler", _YIELDS, handler)
-        if inspect.iscoroutinefunction(function) and not awaited:
-            raise InvalidInput("handler", _ASYNCHRONOUS, handler)
+    _check_callable("handler", handler, None if awaited else _FOR_QUEUES)
 
 
-def check_returned(returned: object) -> None:
+def check_callback(field: str, callback: object) -> None:
+    """The same for what is only called."""
+    _check_callable(field, callback, _ASYNCHRONOUS)
+
+
+def _check_callable(field: str, function: object, asynchronous: str | None) -> None:
+    if not callable(function):
+        raise InvalidInput(field, "must be callable", function)
+    while isinstance(function, partial):
+        function = function.func
+    for called in (function, type(function).__call__):
+        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+            raise InvalidInput(field, _YIELDS, function)
+        if inspect.iscoroutinefunction(called) and asynchronous is not None:
+            raise InvalidInput(field, asynchronous, function)
+
+
+def check_returned(returned: object, field: str = "handler") -> None:
     """Raise if a handler that returned this has not done its work."""
     if inspect.isgenerator(returned) or inspect.isasyncgen(returned):
-        raise InvalidInput("handler", _YIELDS, returned)
+        raise InvalidInput(field, _YIELDS, returned)
     if inspect.isawaitable(returned):
         if inspect.iscoroutine(returned):
             returned.close()  # else Python warns that nobody awaited it
-        raise InvalidInput("handler", _ASYNCHRONOUS, returned)
+        raise InvalidInput(field, _ASYNCHRONOUS, returned)
+
+
+# An error is the application's too, and to ask it something runs the application's code: for its
+# text, for what of a batch is done, even for its class. So it is asked once, where nothing is
+# locked, and whatever it does then it has only failed. Decisions are made by what it said.
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """How a handler's call ended that raised."""
+
+    error: str
+    """The exception's type and the first line of its text."""
+    done: int = 0
+    """How many messages of the batch are handled all the same."""
+
+
+def failure_of(error: BaseException) -> Failed:
+    return Failed(first_line(error), _done_by(error))
+
+
+def _done_by(error: BaseException) -> int:
+    """How many messages of a batch are handled; none where the error was made to say something
+    else."""
+    if not issubclass(type(error), BatchFailed):  # isinstance() would ask the error itself
+        return 0
+    try:
+        done = error.done  # type: ignore[attr-defined]
+    except BaseException:
+        return 0
+    return done if type(done) is int and done > 0 else 0
 
 
 Outcome = Done | GivenBack | Dead

@@ -22,16 +22,14 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from sharding.groups.handling.delivery import (
-    BatchFailed,
     Dead,
     Delivery,
     Done,
+    Failed,
     GivenBack,
     OnDone,
     Outcome,
     Why,
-    done_by,
-    first_line,
 )
 from sharding.groups.options import GroupOptions, Retry
 
@@ -390,13 +388,13 @@ class Scheduler:
             since[shard] = min(ticket.since, since.get(shard, ticket.since))
         return since
 
-    def finish(self, job: Job, end: BaseException | Hung | None, now: float) -> list[Settled]:
+    def finish(self, job: Job, end: Failed | Hung | None, now: float) -> list[Settled]:
         """Settle what can be settled of a job, and put the rest where it belongs."""
         self._with_handler.difference_update(job.tickets)
         done = len(job.tickets)
         if end is not None:
             self.counters["hung" if isinstance(end, Hung) else "failed"] += 1
-            done = done_by(end, done) if isinstance(end, BatchFailed) else 0
+            done = min(end.done, done) if isinstance(end, Failed) else 0
         settled = [self._settle(ticket, Done(), now) for ticket in job.tickets[:done]]
         self.counters["handled"] += done
         rest = Job(job.tickets[done:], 0 if done else job.tries)
@@ -457,7 +455,7 @@ class Scheduler:
     def _is_leaving(self, ticket: Ticket) -> bool:
         return self._stopping or ticket in self._forsaken
 
-    def _after_failure(self, job: Job, end: BaseException | Hung, now: float) -> list[Settled]:
+    def _after_failure(self, job: Job, end: Failed | Hung, now: float) -> list[Settled]:
         verdict = after_failure(
             self._options.retry,
             tries=max(job.tries, 1),
@@ -482,7 +480,7 @@ class Scheduler:
         if isinstance(end, Hung):
             why, error = Why.TIMEOUT, f"the handler did not return within {end.seconds:g} s"
         else:
-            why, error = Why.FAILED, first_line(end)
+            why, error = Why.FAILED, end.error
         return [(ticket, Dead(why, error, ticket.tries, lambda: self._on_stored(ticket)))]
 
     def _settle(self, ticket: Ticket, outcome: Outcome, now: float) -> Settled:

@@ -2,6 +2,10 @@
 
 Everything here is called on one asyncio loop. A handler that takes longer than `handler_timeout` is
 cancelled; one that does not let itself be cancelled is lost, as a thread would be.
+
+The loop is the application's, and lets anybody cancel anything. A handler whose own task is
+cancelled has failed. A task of ours that somebody else cancels is one of all tasks of the loop, the
+group's others included: nothing more is begun, and `on_failure` is called.
 """
 
 from __future__ import annotations
@@ -9,19 +13,22 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import random
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from typing import Any
 
 from sharding.groups.handling.delivery import (
     Delivery,
+    Failed,
     GivenBack,
     GroupFailed,
     OnDone,
     check_returned,
+    failure_of,
 )
 from sharding.groups.handling.scheduler import Hung, Job, OnReleased, Scheduler, Settled, Ticket
-from sharding.groups.handling.threads import log_failure, tell
+from sharding.groups.handling.threads import end_forked_child, log_failure, log_safely, tell
 from sharding.groups.options import GroupOptions
 
 logger = logging.getLogger("warren.groups")
@@ -51,10 +58,12 @@ class HandlerTasks:
         self._loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(options, chance, self._on_dead_letter_stored)
         self._running: set[asyncio.Task[None]] = set()
-        self._handling: set[asyncio.Future[Any]] = set()
+        self._handling: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._lost = 0
         self._stopping = False
+        self._cancelling = False
+        self._process = os.getpid()
         self._emptied = asyncio.Event()
         self._failed = False
 
@@ -106,6 +115,7 @@ class HandlerTasks:
                     await self._emptied.wait()
         except TimeoutError:
             finished = False
+        self._cancelling = True
         for task in list(self._running):
             task.cancel()
         if self._timer is not None:
@@ -133,30 +143,39 @@ class HandlerTasks:
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            logger.error("a handler's task failed", exc_info=task.exception())
+            log_safely(logging.ERROR, "a handler's task failed", error=task.exception())
         self._begin()
 
     async def _run(self, job: Job) -> None:
         deliveries = job.deliveries()
         given: Any = deliveries if self._options.batch_size > 1 else deliveries[0]
-        handling = asyncio.ensure_future(self._call(given))
+        handling = self._loop.create_task(self._call(given))
         self._handling.add(handling)
         handling.add_done_callback(self._handling.discard)
         try:
-            await asyncio.wait([handling], timeout=self._options.handler_timeout)
-        except asyncio.CancelledError:  # stop() gives up on it
+            end = await self._end_of(handling, job)
+        except asyncio.CancelledError as error:
             handling.cancel()
-            raise
-        end: BaseException | Hung | None
-        if handling.done():
-            end = handling.result()
-            if end is not None:
-                log_failure(job, end)
-        else:
-            limit = self._options.handler_timeout or 0.0
-            end = Hung(limit)
-            await self._cancel(handling, limit)
+            if self._cancelling:  # stop() gives up on it
+                raise
+            self.wind_down()
+            self._fail("somebody has cancelled the group's tasks")
+            end = failure_of(error)
         self._after(self._scheduler.finish(job, end, self._clock()))
+
+    async def _end_of(self, handling: asyncio.Task[Any], job: Job) -> Failed | Hung | None:
+        await asyncio.wait([handling], timeout=self._options.handler_timeout)
+        if not handling.done():
+            limit = self._options.handler_timeout or 0.0
+            await self._cancel(handling, limit)
+            return Hung(limit)
+        # Cancelled in the moment in which it returned: else its own call would have seen it.
+        error = asyncio.CancelledError() if handling.cancelled() else handling.result()
+        if error is None:
+            return None
+        failed = failure_of(error)
+        log_failure(job, error, failed)
+        return failed
 
     async def _call(self, given: Any) -> BaseException | None:
         try:
@@ -168,24 +187,28 @@ class HandlerTasks:
             return error
         except BaseException as error:  # SystemExit too would end the application's loop
             return error
+        finally:
+            end_forked_child(self._process)
         return None
 
-    async def _cancel(self, handling: asyncio.Future[Any], limit: float) -> None:
-        logger.error("a handler has not returned for %g s; it is cancelled", limit)
+    async def _cancel(self, handling: asyncio.Task[Any], limit: float) -> None:
+        log_safely(logging.ERROR, "a handler has not returned for %g s; it is cancelled", limit)
         handling.cancel()
         await asyncio.wait([handling], timeout=CANCEL_GRACE)
         if handling.done():
             return
         self._lost += 1
         handling.add_done_callback(self._on_found)
-        if self._lost > self._options.max_lost_threads and not self._failed:
-            self._failed = True
-            self._on_failure(
-                GroupFailed(
-                    f"{self._lost} handlers hang, {self._options.max_lost_threads} are tolerated "
-                    "(max_lost_threads): none let itself be cancelled"
-                )
+        if self._lost > self._options.max_lost_threads:
+            self._fail(
+                f"{self._lost} handlers hang, {self._options.max_lost_threads} are tolerated "
+                "(max_lost_threads): none let itself be cancelled"
             )
+
+    def _fail(self, why: str) -> None:
+        if not self._failed:
+            self._failed = True
+            self._on_failure(GroupFailed(why))
 
     def _on_found(self, _: object) -> None:
         self._lost -= 1

@@ -22,24 +22,31 @@ No bound on what may be submitted is kept here: the owner's prefetch is that bou
 A thread whose handler takes longer than `handler_timeout` is *lost*: what it does is not heard any
 more, a new thread takes its place, and it ends when its handler returns. Watching for that is the
 work of one more thread, which only exists where there is a timeout.
+
+No other thread ends before its time, and no message is left unsettled with it, whatever is raised
+where: by the handler, by its error while that is logged, by somebody who throws an error into a
+thread from outside.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from sharding.groups.handling.delivery import (
     Delivery,
+    Failed,
     GivenBack,
     GroupFailed,
     OnDone,
     check_returned,
-    first_line,
+    failure_of,
 )
 from sharding.groups.handling.scheduler import Hung, Job, OnReleased, Scheduler, Settled, Ticket
 from sharding.groups.options import GroupOptions
@@ -66,10 +73,14 @@ class HandlerThreads:
         self._options = options
         self._on_failure = on_failure
         self._clock = clock
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._jobs = threading.Condition(lock)
+        """What threads without a job wait for; one call for one message must wake one of them."""
         self._scheduler = Scheduler(options, chance, self._on_dead_letter_stored)
-        self._running: dict[Job, None] = {}
+        self._running: dict[Job, int] = {}  # on which thread
         self._threads: set[int] = set()
+        self._process = os.getpid()
         self._lost = 0
         self._stopping = False
         self._failed = False
@@ -93,7 +104,7 @@ class HandlerThreads:
             refused = self._stopping or self._scheduler.is_released(delivery.shard)
             if not refused:
                 self._scheduler.submit(lane, delivery, on_done, self._clock())
-                self._changed.notify()
+                self._jobs.notify()
         if refused:
             on_done(GivenBack())
 
@@ -116,7 +127,7 @@ class HandlerThreads:
     def set_lease(self, shard: str, until: float | None) -> None:
         with self._changed:
             self._scheduler.set_lease(shard, until)
-            self._changed.notify_all()
+            self._jobs.notify_all()
 
     def waiting_since(self) -> Mapping[str, float]:
         with self._changed:
@@ -127,7 +138,7 @@ class HandlerThreads:
         with self._changed:
             self._stopping = True
             settled = self._scheduler.stop()
-            self._changed.notify_all()
+            self._notify_all()
         tell(settled)
 
     def stop(self, timeout: float) -> bool:
@@ -142,62 +153,93 @@ class HandlerThreads:
         threading.Thread(target=self._work, name="warren-handler", daemon=True).start()
 
     def _work(self) -> None:
-        self._threads.add(threading.get_ident())
+        me = threading.get_ident()
+        self._threads.add(me)
         try:
-            self._work_on_jobs()
+            while not self._work_on_jobs(me):
+                continue
         finally:
-            self._threads.discard(threading.get_ident())
+            self._threads.discard(me)
 
-    def _work_on_jobs(self) -> None:
-        job = self._next_job()
-        while job is not None:
-            end: BaseException | None = None
-            try:
-                deliveries = job.deliveries()
-                given = deliveries if self._options.batch_size > 1 else deliveries[0]
-                check_returned(self._handler(given))
-            except BaseException as error:  # also SystemExit: the message must be settled
-                end = error
-            if not self._finish(job, end):
-                return
-            job = self._next_job()
+    def _work_on_jobs(self, me: int) -> bool:
+        """Whether that came to its end; else somebody threw an error into this thread.
 
-    def _next_job(self) -> Job | None:
+        Helpers for time-outs do, and the error may come when the handler has long returned.
+        """
+        try:
+            job = self._next_job(me)
+            while job is not None and self._finish(job, self._handle(job)):
+                job = self._next_job(me)
+        except BaseException as error:
+            failed = failure_of(error)
+            log_safely(logging.ERROR, "a thread for handlers goes on after %s", failed.error)
+            self._settle_what_is_left(me, failed)
+            return False
+        return True
+
+    def _next_job(self, me: int) -> Job | None:
         with self._changed:
             while not self._stopping:
                 now = self._clock()
                 job = self._scheduler.next_job(now)
                 if job is not None:
-                    self._running[job] = None
+                    self._running[job] = me
                     return job
                 at = self._scheduler.next_time(now)
-                self._changed.wait(None if at is None else max(at - now, 0.001))
+                self._jobs.wait(None if at is None else max(at - now, 0.001))
         return None
 
-    def _finish(self, job: Job, end: BaseException | None) -> bool:
+    def _handle(self, job: Job) -> BaseException | None:
+        """What the handler raised."""
+        try:
+            deliveries = job.deliveries()
+            given = deliveries if self._options.batch_size > 1 else deliveries[0]
+            check_returned(self._handler(given))
+        except BaseException as error:  # also SystemExit: the message must be settled
+            return error
+        finally:
+            end_forked_child(self._process)
+        return None
+
+    def _finish(self, job: Job, error: BaseException | None) -> bool:
         """Whether this thread goes on: one that was given up for lost ends here."""
         with self._changed:
             if job.abandoned:
                 self._lost -= 1
                 return False
-        if end is not None:
-            log_failure(job, end)
+        failed = None if error is None else failure_of(error)
+        if error is not None and failed is not None:
+            log_failure(job, error, failed)
         with self._changed:
             if job.abandoned:  # just now
                 self._lost -= 1
                 return False
-            del self._running[job]
-            settled = self._scheduler.finish(job, end, self._clock())
+            settled = self._settle(job, failed)
         self._after(settled)
         return True
+
+    def _settle_what_is_left(self, thread: int, failed: Failed) -> None:
+        with self._changed:
+            left = [job for job, its_thread in self._running.items() if its_thread == thread]
+            settled = [each for job in left for each in self._settle(job, failed)]
+        self._after(settled)
+
+    def _settle(self, job: Job, end: Failed | Hung | None) -> list[Settled]:
+        settled = self._scheduler.finish(job, end, self._clock())
+        del self._running[job]
+        return settled
 
     def _after(self, settled: list[Settled]) -> None:
         tell(settled)
         with self._changed:
             released = self._scheduler.take_released()
-            self._changed.notify_all()
+            self._notify_all()
         for call in released:
             call()
+
+    def _notify_all(self) -> None:
+        self._jobs.notify_all()
+        self._changed.notify_all()
 
     def _on_dead_letter_stored(self, ticket: Ticket) -> None:
         with self._changed:
@@ -226,17 +268,18 @@ class HandlerThreads:
         with self._changed:
             if job not in self._running:
                 return
-            del self._running[job]
             job.abandoned = True
-            self._lost += 1
-            too_many = self._lost > self._options.max_lost_threads
-            settled = self._scheduler.finish(job, Hung(limit), self._clock())
-            logger.error(
-                "a handler has not returned for %g s; its thread is lost, the %d. of at most %d",
-                limit,
-                self._lost,
-                self._options.max_lost_threads,
-            )
+            self._lost = lost = self._lost + 1
+            settled = self._settle(job, Hung(limit))
+        most = self._options.max_lost_threads
+        too_many = lost > most
+        log_safely(
+            logging.ERROR,
+            "a handler has not returned for %g s; its thread is lost, the %d. of at most %d",
+            limit,
+            lost,
+            most,
+        )
         self._after(settled)
         if not too_many:
             self._add_thread()
@@ -244,26 +287,47 @@ class HandlerThreads:
             self._failed = True
             self._on_failure(
                 GroupFailed(
-                    f"{self._lost} handlers hang, {self._options.max_lost_threads} are tolerated "
+                    f"{lost} handlers hang, {most} are tolerated "
                     f"(max_lost_threads): none returned within {limit:g} s (handler_timeout)"
                 )
             )
 
 
-def log_failure(job: Job, error: BaseException) -> None:
+def end_forked_child(process: int) -> None:
+    """End the process if it is another one: a handler has forked, and its child came back.
+
+    It has a copy of all that is in hand and of every connection. What it did with them would be
+    done twice, and its parent goes on with the message.
+    """
+    if os.getpid() != process:
+        log_safely(logging.ERROR, "a handler has forked and its child returned; the child is ended")
+        os._exit(1)
+
+
+def log_safely(level: int, text: str, *args: object, error: BaseException | None = None) -> None:
+    """Log, whatever filters of the application's raise, or the error itself when it is shown."""
+    try:
+        logger.log(level, text, *args, exc_info=error)
+    except BaseException:
+        with suppress(BaseException):
+            logger.log(level, text, *args)
+
+
+def log_failure(job: Job, error: BaseException, failed: Failed) -> None:
     """Say that a handler failed; how, only the first time."""
     shards = ", ".join(sorted({ticket.delivery.shard for ticket in job.tickets}))
     first = job.tickets[0]
     what = (
         f"key {first.delivery.key!r}" if len(job.tickets) == 1 else f"{len(job.tickets)} messages"
     )
-    logger.warning(
+    log_safely(
+        logging.WARNING,
         "a handler failed on %s of %s, attempt %d: %s",
         what,
         shards,
         first.tries,
-        first_line(error),
-        exc_info=error if first.tries == 1 else None,
+        failed.error,
+        error=error if first.tries == 1 else None,
     )
 
 
@@ -272,5 +336,5 @@ def tell(settled: list[Settled]) -> None:
     for ticket, outcome in settled:
         try:
             ticket.on_done(outcome)
-        except Exception:
-            logger.exception("the owner of a message failed to settle it")
+        except Exception as error:
+            log_safely(logging.ERROR, "the owner of a message failed to settle it", error=error)

@@ -154,7 +154,9 @@ class NodeConnection:
         before, self.trouble = self.trouble, reason(error)
         if isinstance(error, WarrenError | TimeoutError | OSError):
             if self.trouble != before:  # it is tried every second
-                logger.info("no connection to %s: %s", self.node, self.trouble)
+                logger.warning(
+                    "no connection to %s, its shards are not read: %s", self.node, self.trouble
+                )
         else:
             logger.exception("the connection to %s failed, and is tried again", self.node)
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, WarrenError
+from sharding.groups.handling.delivery import GroupFailed
 from sharding.groups.handling.tasks import AioHandler, HandlerTasks
 from sharding.groups.handling.threads import Handler, HandlerThreads
 from sharding.groups.options import GroupOptions
@@ -74,8 +75,10 @@ class ConsumerGroup(BlockingFront):
 
     def _end(self, patience: float) -> bool:
         thread, loop, runner = self._thread, self._loop, self._runner
-        if thread is None or loop is None or runner is None or not thread.is_alive():
+        if thread is None or loop is None or runner is None:
             return True
+        if not thread.is_alive():
+            return runner.stop(0)
         self._unsubscribe()
         if self._worker is not None:
             with suppress(RuntimeError):  # it has ended by itself
@@ -116,11 +119,10 @@ class ConsumerGroup(BlockingFront):
         for task in (working, ending):
             task.cancel()
         results = await asyncio.gather(working, ending, return_exceptions=True)
-        if failed:
+        if failed and isinstance(results[0], BaseException):
+            self._fail(results[0])
             await asyncio.to_thread(self._runner.stop, self.options.stop_timeout)
         await self._worker.leave(LEAVE_TIMEOUT)
-        if failed and isinstance(results[0], BaseException):
-            raise results[0]
 
     def _look_again(self) -> None:
         if self._loop is not None and self._worker is not None:
@@ -160,6 +162,10 @@ class LogicalQueue:
         if dead_letters is not None and self.topology.shard_map(dead_letters) is not None:
             raise InvalidInput(
                 "dead_letter", "must not be a sharded name: no worker would see them", dead_letters
+            )
+        if dead_letters in {shard.name for shard in shard_map.shards}:
+            raise InvalidInput(
+                "dead_letter", "must not be a shard: they would be handled again", dead_letters
             )
         kind = shard_map.policy.queue_arguments.get("x-queue-type", "classic")
         if kind != "classic":
@@ -216,6 +222,7 @@ class AioConsumerGroup(GroupFront):
         self._stop_wanted = asyncio.Event()
         self._starting = asyncio.Lock()
         self._ending: asyncio.Future[bool] | None = None
+        self._stopping: asyncio.Future[bool] | None = None
         self._unsubscribe: Callable[[], None] = lambda: None
 
     async def __aenter__(self) -> AioConsumerGroup:
@@ -273,7 +280,8 @@ class AioConsumerGroup(GroupFront):
             with suppress(RuntimeError, NotImplementedError, ValueError):
                 for number in SIGNALS:
                     loop.remove_signal_handler(number)
-        await self.stop()
+            # Whatever ends the waiting, cancelling too: nobody would know that it works on.
+            await self.stop()
         self._raise_failure()
 
     def _on_worker_ended(self, working: asyncio.Task[None]) -> None:
@@ -281,15 +289,15 @@ class AioConsumerGroup(GroupFront):
             error = working.exception()
             if error is not None:
                 self._fail(error)
+        elif self._ending is None:
+            self._fail(GroupFailed("somebody has cancelled the group's tasks"))
 
     @property
     def _is_stopping(self) -> bool:
         return self._stop_wanted.is_set()
 
-    def _fail(self, error: BaseException) -> None:
-        super()._fail(error)
-        # Nobody may be waiting in run(), and a worker that failed must hold no shard idle.
-        self._stop_by_itself = asyncio.ensure_future(self.stop())
+    def _stop_by_itself(self) -> None:
+        self._stopping = asyncio.ensure_future(self.stop())
 
     async def stop(self, timeout: float | None = None) -> bool:
         """Finish what is running, give the rest back; whether it was finished within `timeout`.

@@ -35,7 +35,7 @@ _BACKOFF = Backoff(first=0.1, longest=5.0)
 
 def is_in_use(error: Refused) -> bool:
     """Whether another reads the shard; the broker says the same code where a right is missing."""
-    return error.code == ACCESS_REFUSED and "exclusive use" in error.text
+    return error.code == ACCESS_REFUSED and error.text.endswith("in exclusive use")
 
 
 class NotLockable(WarrenError):
@@ -196,6 +196,8 @@ class ShardReader:
         """Store a dead letter, again and again; a shard that is left takes it along unstored."""
         try:
             if await self._stored(message, dead):
+                self._settled.append(message.delivery_tag)
+                self._acknowledge()
                 self._counters["dead_lettered"] += 1
                 logger.warning(
                     "key %r of %r is stored as a dead letter: %s, %s",
@@ -204,8 +206,6 @@ class ShardReader:
                     dead.why,
                     dead.error,
                 )
-                self._settled.append(message.delivery_tag)
-                self._acknowledge()
         finally:
             dead.stored()
 

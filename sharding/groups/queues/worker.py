@@ -16,7 +16,7 @@ from typing import Any
 
 import pika
 
-from sharding.amqp.session import ACCESS_REFUSED, Channel, Refused
+from sharding.amqp.session import ACCESS_REFUSED, PRECONDITION_FAILED, Channel, Refused
 from sharding.errors import WarrenError, reason
 from sharding.groups.handling.delivery import GroupFailed
 from sharding.groups.options import GroupOptions
@@ -66,7 +66,10 @@ class QueueWorker:
         self._runner = runner
         self._options = options
         self._clock = clock
+        self._logical = logical
         self._homes: dict[str, str] = {}
+        self._has_map = True
+        self._trouble: dict[str, str] = {}  # by shard, why it could not be taken
         self._nodes = NodeConnections(dialer, options, clock, self.look_again, self._on_proof)
         self._readers: dict[str, ShardReader] = {}
         self._taking: dict[str, asyncio.Task[None]] = {}
@@ -92,7 +95,7 @@ class QueueWorker:
             clock,
             self.held,
             on_heard=self.look_again,
-            on_no_right=self._on_no_right,
+            on_failure=self._fail,
         )
 
     def held(self) -> frozenset[str]:
@@ -165,6 +168,14 @@ class QueueWorker:
 
     def _follow_map(self) -> None:
         shard_map = self._shard_map()
+        if (shard_map is not None) != self._has_map:
+            self._has_map = shard_map is not None
+            logger.warning(
+                "%r is sharded again, and read"
+                if self._has_map
+                else "%r is not sharded any more: its shards are left, and nothing of it is read",
+                self._logical,
+            )
         self._homes = {s.name: s.node for s in shard_map.shards} if shard_map else {}
         held_on = {reader.node for reader in self._readers.values()}
         self._nodes.keep(held_on.union(self._homes.values()))
@@ -210,12 +221,11 @@ class QueueWorker:
                     until=self._nodes.proved(node) + self._options.heartbeat,
                 )
         except NotLockable as error:
-            self._failure = error
+            self._fail(error)
         except Refused as error:
             self._on_refused(shard, error)
         except (WarrenError, TimeoutError) as error:
-            self._assignment.attempts.not_answered(shard)
-            logger.info("%r can't be taken now: %s", shard, reason(error))
+            self._on_not_answered(shard, error)
         else:
             self._on_taken(shard, reader)
             return
@@ -224,6 +234,7 @@ class QueueWorker:
 
     def _on_taken(self, shard: str, reader: ShardReader) -> None:
         self._locks_proved.add(shard)
+        self._trouble.pop(shard, None)
         self._assignment.attempts.taken(shard)
         self._readers[shard] = reader
         self.counters["taken"] += 1
@@ -233,10 +244,9 @@ class QueueWorker:
 
     def _on_refused(self, shard: str, error: Refused) -> None:
         if not is_in_use(error):
-            self._assignment.attempts.not_answered(shard)
-            logger.info("%r can't be taken now: %s", shard, error)
+            self._on_not_answered(shard, error)
             if error.code == ACCESS_REFUSED:
-                self._on_no_right(error)
+                self._fail(no_right(error))
             return
         self.counters["refused"] += 1
         if self._assignment.attempts.refused(shard):
@@ -246,12 +256,14 @@ class QueueWorker:
                 shard,
             )
 
-    def _on_no_right(self, error: Refused) -> None:
-        """A right that is missing stays missing: a worker that only tries again helps nobody."""
-        self._failure = GroupFailed(
-            f"the broker refuses a right that a worker needs: {error.text}; "
-            "docs/groups.md lists them"
-        )
+    def _on_not_answered(self, shard: str, error: Exception) -> None:
+        self._assignment.attempts.not_answered(shard)
+        if self._trouble.get(shard) != reason(error):  # it is tried every second
+            self._trouble[shard] = reason(error)
+            logger.warning("%r can't be taken now, and is not read: %s", shard, reason(error))
+
+    def _fail(self, error: WarrenError) -> None:
+        self._failure = self._failure or error
         self.look_again()
 
     def _on_closed(self, shard: str, reader: ShardReader) -> None:
@@ -287,6 +299,13 @@ class QueueWorker:
             self._membership.announce()
 
 
+def no_right(error: Refused) -> GroupFailed:
+    """A right that is missing stays missing: a worker that only tries again helps nobody."""
+    return GroupFailed(
+        f"the broker refuses a right that a worker needs: {error.text}; docs/groups.md lists them"
+    )
+
+
 # Announcements between the workers of a group, over a fanout exchange. Thin I/O.
 #
 # Each worker binds a queue of its own, which the broker deletes with the worker's connection, and
@@ -301,7 +320,7 @@ def exchange_of(logical: str) -> str:
 
 class Membership:
     """`held` says what to announce; `on_heard` is called when the others may have changed, and
-    `on_no_right` when the user may not take part.
+    `on_failure` when this worker can never take part.
     """
 
     def __init__(
@@ -313,7 +332,7 @@ class Membership:
         clock: Callable[[], float],
         held: Callable[[], frozenset[str]],
         on_heard: Callable[[], None],
-        on_no_right: Callable[[Refused], None],
+        on_failure: Callable[[WarrenError], None],
     ) -> None:
         self._side = side
         self._exchange = exchange_of(logical)
@@ -322,7 +341,7 @@ class Membership:
         self._clock = clock
         self._held = held
         self._on_heard = on_heard
-        self._on_no_right = on_no_right
+        self._on_failure = on_failure
         self._channel: Channel | None = None
         self._roster = Roster(me, options.settle_time, options.member_timeout)
         self._joined_at: float | None = None
@@ -347,7 +366,9 @@ class Membership:
             except Exception as error:  # nothing may end this task: nobody would notice
                 self._note(error)
                 if isinstance(error, Refused) and error.code == ACCESS_REFUSED:
-                    self._on_no_right(error)
+                    self._on_failure(no_right(error))
+                elif isinstance(error, GroupFailed):
+                    self._on_failure(error)
             self._channel = None
             await self._side.drop()
             await asyncio.sleep(self._options.announce_interval / 4)
@@ -361,7 +382,7 @@ class Membership:
     async def _take_part(self) -> None:
         async with asyncio.timeout(self._options.answer_timeout + self._options.connect_timeout):
             channel = await self._side.channel()
-            await channel.declare_exchange(self._exchange, "fanout", auto_delete=True)
+            await self._declare_exchange(channel)
             queue = (await channel.declare("", exclusive=True)).name
             await channel.bind(queue, self._exchange, "")
             await channel.consume(queue, lambda message: self._hear(message.body), no_ack=True)
@@ -372,20 +393,30 @@ class Membership:
         while not channel.closed.done():
             await asyncio.wait([channel.closed], timeout=self._options.announce_interval)
             self.announce()
-        raise channel_lost(channel)
+        raise channel.refused or WarrenError(channel.closed.result())
+
+    async def _declare_exchange(self, channel: Channel) -> None:
+        try:
+            await channel.declare_exchange(self._exchange, "fanout", auto_delete=True)
+        except Refused as error:
+            if error.code != PRECONDITION_FAILED:
+                raise
+            raise GroupFailed(
+                f"workers meet at the exchange {self._exchange!r}, and there is another one of "
+                f"this name: {error.text}; delete it"
+            ) from None
 
     def _note(self, error: Exception) -> None:
-        before, self._trouble = self._trouble, reason(error)
+        # A refusal may name the queue, which has another name each time.
+        kind = str(error.code) if isinstance(error, Refused) else reason(error)
+        before, self._trouble = self._trouble, kind
         if not isinstance(error, WarrenError | TimeoutError | OSError):
             logger.exception("the other workers can't be heard")
-        elif self._trouble != before:  # it is tried several times a second
-            logger.info("the other workers can't be heard: %s", self._trouble)
+        elif kind != before:  # it is tried several times a second
+            effect = "" if self.settled else ", and no shard is taken before"
+            logger.warning("the other workers can't be heard%s: %s", effect, reason(error))
 
     def _hear(self, body: bytes) -> None:
         if self._roster.hear(body, self._clock()):
             self.announce()
         self._on_heard()
-
-
-def channel_lost(channel: Channel) -> WarrenError:
-    return WarrenError(channel.closed.result())

@@ -260,6 +260,73 @@ def test_what_on_failure_raises_stops_nothing() -> None:
         group.run()
 
 
+def test_an_on_failure_that_blocks_holds_up_neither_the_stop_nor_for_ever_the_error() -> None:
+    let_go = threading.Event()
+    group = Group(lambda _: None)
+    group.options = GroupOptions(stop_timeout=0.05)
+    group._on_failure = lambda _: let_go.wait(10 * PATIENCE)
+    group.start()
+    failing = threading.Thread(target=group.fail, args=(WarrenError("no lock"),))
+    failing.start()
+    wait_until(lambda: group.ended, PATIENCE)
+    with pytest.raises(WarrenError, match="no lock"):
+        group.run()
+    let_go.set()
+    failing.join(PATIENCE)
+
+
+def test_on_failure_has_been_heard_when_the_error_is_raised() -> None:
+    """The process may end with it."""
+    let_go, told = threading.Event(), list[BaseException]()
+    group = Group(lambda _: None)
+
+    def tell(error: BaseException) -> None:
+        assert let_go.wait(PATIENCE)
+        assert group.stop()  # it may ask for that, too
+        told.append(error)
+
+    group._on_failure = tell
+    group.start()
+    group.fail(WarrenError("no lock"))
+    threading.Timer(0.05, let_go.set).start()
+    with pytest.raises(WarrenError, match="no lock"):
+        group.run()
+    assert told == [group.failure]
+
+
+async def alert(_: object) -> None: ...
+
+
+@pytest.mark.parametrize("group", [ConsumerGroup, AioConsumerGroup])
+def test_an_on_failure_that_nobody_would_await_is_refused(group: Any) -> None:
+    with pytest.raises(InvalidInput, match="on_failure: must not be asynchronous"):
+        group(NOWHERE, "images", print, on_failure=alert)
+    with pytest.raises(InvalidInput, match="on_failure: must be callable"):
+        group(NOWHERE, "images", print, on_failure="alert")
+
+
+def test_stop_says_again_what_it_said_before() -> None:
+    let_go = threading.Event()
+    group = Group(lambda _: let_go.wait(PATIENCE))
+    group.start()
+    group.submit()
+    wait_until(lambda: group.counters["running"] == 1)
+    assert [group.stop(0.01), group.stop(0.01)] == [False, False]
+    let_go.set()
+
+
+def test_whatever_ends_run_ends_the_group() -> None:
+    group = Group(lambda _: None)
+
+    def interrupted() -> NoReturn:
+        raise TimeoutError("a signal of the application's")
+
+    group._stop_request.wait = interrupted  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError):
+        group.run()
+    assert group.ended
+
+
 def test_a_group_that_was_stopped_is_not_healthy_and_has_not_failed() -> None:
     group = Group(lambda _: None)
     assert not group.healthy

@@ -12,15 +12,17 @@ from sharding.groups.handling.delivery import (
     Dead,
     Delivery,
     Done,
+    Failed,
     GivenBack,
     Outcome,
     Why,
+    failure_of,
 )
 from sharding.groups.handling.scheduler import Hung, Job, Scheduler, Ticket
 from sharding.groups.options import GroupOptions, Retry
 
 RETRY = Retry(attempts=3, first_delay=1, factor=2, jitter=0)
-FAILURE = ValueError("no\nsecond line")
+FAILURE = failure_of(ValueError("no\nsecond line"))
 
 
 class Runner:
@@ -57,14 +59,14 @@ class Runner:
         assert job is not None
         return bodies(job.tickets), job
 
-    def finish(self, job: Job, end: BaseException | Hung | None = None) -> None:
+    def finish(self, job: Job, end: Failed | Hung | None = None) -> None:
         self.tell(self.scheduler.finish(job, end, self.now))
 
     def tell(self, settled: list[tuple[Ticket, Outcome]]) -> None:
         for ticket, outcome in settled:
             ticket.on_done(outcome)
 
-    def run(self, end: BaseException | Hung | None = None) -> list[str]:
+    def run(self, end: Failed | Hung | None = None) -> list[str]:
         names, job = self.begin()
         self.finish(job, end)
         return names
@@ -132,7 +134,7 @@ def test_a_batch_that_lies_about_what_is_done_has_done_nothing() -> None:
     lie = BatchFailed(1)
     lie.done = "two"  # type: ignore[assignment]
     _, job = runner.begin()
-    runner.finish(job, lie)
+    runner.finish(job, failure_of(lie))
     assert not runner.ends
 
 
@@ -211,7 +213,7 @@ def test_a_batch_that_keeps_failing_is_tried_one_by_one() -> None:
 def test_what_a_batch_handler_says_is_done_is_done() -> None:
     runner = Runner(batch_size=3, batch_wait=0)
     runner.add("a1", "a2", "b1")
-    runner.run(BatchFailed(done=1))
+    runner.run(failure_of(BatchFailed(done=1)))
     assert runner.ends == {"a1": Done()}
     runner.now = 10
     assert runner.run() == ["a2", "b1"]
@@ -221,7 +223,7 @@ def test_a_batch_that_gets_further_counts_its_attempts_anew() -> None:
     runner = Runner(batch_size=9, batch_wait=0)
     runner.add(*(f"a{n}" for n in range(9)))
     for left in range(9, 0, -1):
-        assert len(runner.run(BatchFailed(done=1))) == left
+        assert len(runner.run(failure_of(BatchFailed(done=1)))) == left
         runner.now += 100
     assert set(runner.ends.values()) == {Done()}
 
@@ -229,7 +231,7 @@ def test_a_batch_that_gets_further_counts_its_attempts_anew() -> None:
 def test_a_batch_handler_can_not_do_more_than_it_got() -> None:
     runner = Runner(batch_size=2, batch_wait=0)
     runner.add("a1", "a2")
-    runner.run(BatchFailed(done=99))
+    runner.run(failure_of(BatchFailed(done=99)))
     assert set(runner.ends.values()) == {Done()}
     assert runner.scheduler.in_hand == 0
 

@@ -7,7 +7,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.groups.handling.delivery import Delivery, Done, GivenBack, Outcome
+from sharding.groups.handling.delivery import Delivery, Done, Failed, GivenBack, Outcome
 from sharding.groups.handling.scheduler import Job, Scheduler
 from sharding.groups.options import GroupOptions, Retry
 
@@ -28,7 +28,7 @@ class Shard:
             delivery = Delivery(b"", key, "s", offset=number)
             self.scheduler.submit(key, delivery, partial(self.ends.__setitem__, number), 0)
 
-    def finish(self, job: Job, end: BaseException | None = None, now: float = 0) -> None:
+    def finish(self, job: Job, end: Failed | None = None, now: float = 0) -> None:
         for ticket, outcome in self.scheduler.finish(job, end, now):
             ticket.on_done(outcome)
 
@@ -64,7 +64,7 @@ def test_what_waits_for_its_next_attempt_is_tried_again_and_what_came_later_give
     shard = Shard("abbc")
     first = shard.scheduler.next_job(0)
     assert first is not None
-    shard.finish(first, ValueError())
+    shard.finish(first, Failed("ValueError"))
     second = shard.scheduler.next_job(0)
     assert second is not None
     shard.trim()
