@@ -140,17 +140,26 @@ class AioShardedChannel(Proxy):
     async def _shard_map(self, logical: str) -> ShardMap | None:
         return await self._calls.shard_map(logical)
 
-    async def _map_in_turn(self, logical: str) -> ShardMap | None:
-        """The map to publish by, to each caller in the order of their calls: while one waits for
-        it, no later message of the same key may overtake."""
+    async def _map_to_publish_by(self, logical: str) -> ShardMap | None:
+        shard_map = await self._shard_map(logical)
+        if shard_map is not None and "table" not in vars(shard_map):
+            # Built once for each map, which takes about 0.1 s: not on the loop.
+            await asyncio.to_thread(getattr, shard_map, "table")
+        return shard_map
+
+    async def _map_in_turn(
+        self, logical: str, message_id: str | None, timeout: float | None
+    ) -> ShardMap | None:
+        """The map to publish by, to each caller in the order of their calls: while one waits, no
+        later message of the same key may overtake. With a map the message has entered."""
         async with self._publishing:
-            shard_map = await self._shard_map(logical)
-            if shard_map is not None and "table" not in vars(shard_map):
-                # Built once for each map, which takes about 0.1 s: not on the loop.
-                await asyncio.to_thread(getattr, shard_map, "table")
+            shard_map = await self._map_to_publish_by(logical)
             if shard_map is not None and logical in self._uninformed:
                 await self._calls.bring(logical)
                 del self._uninformed[logical]
+            if shard_map is not None and message_id:
+                async with self._deadline(timeout):
+                    await self._message_ids.enter(message_id)
             return shard_map
 
     @asynccontextmanager
@@ -303,19 +312,24 @@ class AioShardedChannel(Proxy):
             "timeout": timeout,
         }
 
-        async def declare(target: str) -> Any:
-            shard_map = None if sharded else await self._shard_map(name)
-            own = rules.exchange_arguments(shard_map, target, kind, arguments)
-            own = net(name) if sharded else own
+        async def declare(target: str, own: dict[str, Any] | None) -> Any:
             return await self._wrapped.declare_exchange(target, **flags, arguments=own)
 
+        shard_map = await self._shard_map(name)
+        if self._robust and (sharded or shard_map is not None):
+            # aio-pika would make it again at a reconnect, also where it was deleted in between
+            # together with all that it led to.
+            flags["robust"] = False
         if sharded:
             declared = await self._calls.declare_exchange(
-                name, arguments, passive, durable, declare
+                name, arguments, passive, durable, lambda target: declare(target, net(name))
             )
         else:
-            shard_map = await self._shard_map(name)
-            declared = await declare(name if shard_map is None else shard_map.exchange)
+            target = name if shard_map is None else shard_map.exchange
+            if rules.would_make(shard_map, target, passive):
+                await self._calls.make_again(shard_map)
+            own = rules.exchange_arguments(shard_map, target, kind, arguments)
+            declared = await declare(target, own)
         return self._stand_in(ShardedExchange, name, declared)
 
     @property

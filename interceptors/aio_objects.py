@@ -11,8 +11,7 @@ import asyncio
 import copy
 import struct
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import aiormq.abc
@@ -89,27 +88,22 @@ class AskedReturns(CallbackCollection[Any, [Any]]):
 
 
 class OneAtATime:
-    """Lets nobody in with a name that somebody inside has.
+    """Lets nobody in with a name that somebody inside has. They come one after the other.
 
     aiormq tells returned messages apart by their ids: of two with one id on their way, a return of
     the one would be taken for the other's.
     """
 
     def __init__(self) -> None:
-        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
-        """By name, with the number of those who are inside or want to be."""
+        self._inside: dict[str, asyncio.Event] = {}
 
-    @asynccontextmanager
-    async def only(self, name: str) -> AsyncIterator[None]:
-        lock, users = self._locks.get(name, (asyncio.Lock(), 0))
-        self._locks[name] = (lock, users + 1)
-        try:
-            async with lock:
-                yield
-        finally:
-            lock, users = self._locks.pop(name)
-            if users > 1:
-                self._locks[name] = (lock, users - 1)
+    async def enter(self, name: str) -> None:
+        while name in self._inside:
+            await self._inside[name].wait()
+        self._inside[name] = asyncio.Event()
+
+    def leave(self, name: str) -> None:
+        self._inside.pop(name).set()
 
 
 class ShardedQueue(Proxy):
@@ -220,7 +214,8 @@ class ShardedExchange(Proxy):
         immediate: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        shard_map = await self._owner._map_in_turn(self._logical)
+        named = message.message_id
+        shard_map = await self._owner._map_in_turn(self._logical, named, timeout)
         if shard_map is None:
             mandatory = mandatory or self._owner._topology.may_drop(self._logical, routing_key)
             sent = _Sent(message.body, message.properties)
@@ -240,11 +235,15 @@ class ShardedExchange(Proxy):
             # So that the next ones to this shard are told at once, if it is away.
             sending.suspect()
             raise
+        finally:
+            if named:
+                self._owner._message_ids.leave(named)
 
     async def _publish_again(self, sending: _Sending, shard_map: ShardMap) -> Any:
         """A return that the application did not ask for: the map may be old, so look again."""
         await self._owner._port.wait(self._owner._topology.futures.refresh())
-        fresh = await self._owner._map_in_turn(self._logical)
+        # Not in turn: whose turn it is may wait for this very message.
+        fresh = await self._owner._map_to_publish_by(self._logical)
         if fresh is not None and fresh != shard_map:
             result = await sending.to_shard_in(fresh)
             if not _came_back(result):
@@ -335,8 +334,7 @@ class _Sending:
         self.shard = shard.name
         sent = _Addressed(self._message, shard.name)
         exchange = await self._exchange.exchange_of(shard_map)
-        async with self._owner._message_ids.only(sent.properties.message_id):
-            return await self._publish(exchange, sent)
+        return await self._publish(exchange, sent)
 
     async def _publish(self, exchange: Any, sent: _Addressed) -> Any:
         unasked = self._owner.return_callbacks.unasked

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pika
@@ -32,8 +33,9 @@ class BlockingConfirms:
         self.selecting = False
         """Confirms begin with whatever is sent from now on, whoever sends it."""
         self._awaited = 0
-        self._sent: tuple[str, str, bytes] | None = None
-        self._asked = False
+        self._unconfirmed: dict[int, _Sent] = {}
+        """By delivery tag, in order: the message that is waited for, and older ones whose deadline
+        has passed and whose confirm may still come."""
         self._returned: list[ReturnedMessage] = []
         self._confirmed: bool | None = None
         self.counters = dict.fromkeys(PUBLISHING_COUNTED, 0)
@@ -72,11 +74,9 @@ class BlockingConfirms:
             return
         self._confirmed = None
         self._returned = []
-        self._sent = (exchange, routing_key, as_bytes(body))
-        self._asked = mandatory if asked is None else asked
-        self._send(message)
-        # Counted after pika has encoded it: the broker never hears of one that can't be.
-        self._awaited += 1
+        content = (exchange, routing_key, hash(as_bytes(body)))
+        sent = _Sent(content, mandatory if asked is None else asked)
+        self._send(message, sent)
         self.counters["published"] += 1
         try:
             self.wait_until(lambda: self._confirmed is not None)
@@ -91,7 +91,7 @@ class BlockingConfirms:
         if returned:
             raise UnroutableError(returned)
 
-    def _send(self, message: tuple[Any, ...]) -> None:
+    def _send(self, message: tuple[Any, ...], sent: _Sent | None = None) -> None:
         """Hand the message to pika, and its frames to the socket as one.
 
         pika writes a message's method, header and body with a system call each, which costs more
@@ -104,18 +104,29 @@ class BlockingConfirms:
             self._channel._impl.basic_publish(*message)
         finally:
             del connection._adapter_emit_data
+        if sent is not None:
+            # Counted when pika has encoded it, as the broker never hears of one that can't be; and
+            # before it goes out: whoever is interrupted from here on may have sent it, and a count
+            # that is too small would take its confirm for the next one's.
+            self._awaited += 1
+            self._unconfirmed[self._awaited] = sent
         if frames:
             connection._adapter_emit_data(b"".join(frames))
 
     def on_return(self, method: Any, properties: pika.BasicProperties, body: bytes) -> bool:
         """Keep what comes back of the message that is waited for; whether it was asked for.
 
-        The return of an older one, whose deadline has passed, says nothing of this one.
+        Returns come in the order of publishing and before their confirms, so it is the oldest that
+        looks like it: the message may be one that was sent again after its deadline.
         """
-        if (method.exchange, method.routing_key, body) != self._sent:
-            return True
-        self._returned.append(ReturnedMessage(method, properties, body))
-        return self._asked
+        content = (method.exchange, method.routing_key, hash(body))
+        for tag, sent in self._unconfirmed.items():
+            if sent.content == content and not sent.came_back:
+                sent.came_back = True
+                if tag == self._awaited:
+                    self._returned.append(ReturnedMessage(method, properties, body))
+                return sent.asked
+        return True
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Pump pika's loop until something holds, the channel closes, or the deadline passes.
@@ -151,6 +162,21 @@ class BlockingConfirms:
 
     def _on_confirm(self, frame: Any) -> None:
         tag, multiple = frame.method.delivery_tag, frame.method.multiple
-        # A confirm that comes after its deadline has a smaller tag.
-        if tag == self._awaited or (multiple and tag >= self._awaited):
-            self._confirmed = isinstance(frame.method, pika.spec.Basic.Ack)
+        for each in list(self._unconfirmed):
+            if each != tag and not (multiple and each < tag):
+                continue
+            del self._unconfirmed[each]
+            # A confirm that comes after its deadline has a smaller tag.
+            if each == self._awaited:
+                self._confirmed = isinstance(frame.method, pika.spec.Basic.Ack)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A message that the broker has not confirmed."""
+
+    content: tuple[str, str, int]
+    """Exchange, key and a hash of the body, by which a return is known."""
+    asked: bool
+    """Whether the application wants to have it returned."""
+    came_back: bool = False

@@ -191,7 +191,7 @@ class Calls:
         """Make the shards that an exchange of the plugin's type asks for.
 
         First of all the broker is asked whether what there is fits the declaration: it objects
-        before anything is changed.
+        before anything is changed. What is not there is not made so: see `make_again`.
         """
         known = await self.shard_map(exchange)
         if passive:
@@ -199,11 +199,25 @@ class Calls:
         policy = rules.policy_of_arguments(exchange, arguments, durable)
         if policy is None and self._topology.policy_for(exchange) is None:
             raise rules.need_policy(exchange)
-        declared = None if known is None else await declare(known.exchange)
+        is_there = known is not None and await self._has_exchange(known)
+        declared = await declare(known.exchange) if known is not None and is_there else None
         if policy is not None:
             await self.port.wait(self._topology.futures.set_policy(policy))
         ensured = await self.port.wait(self._topology.futures.ensure(exchange))
         return await declare(ensured.shard_map.exchange) if declared is None else declared
+
+    async def make_again(self, shard_map: ShardMap) -> None:
+        """Have the manager make an exchange of ours that somebody deleted, before it is declared.
+
+        One that is merely declared leads to no shard: what is published to it is confirmed, and
+        kept as if a stranger had sent it.
+        """
+        if not await self._has_exchange(shard_map):
+            ensuring = self._topology.futures.ensure(shard_map.logical, only_sharded=True)
+            await self.port.wait(ensuring)
+
+    async def _has_exchange(self, shard_map: ShardMap) -> bool:
+        return await self.port.wait(self._topology.futures.has_exchange(shard_map.exchange))
 
     async def delete_exchange(self, exchange: str, if_unused: bool, delete: OnShard[T]) -> T:
         """Stop sharding a name. Its shards stay, with what is in them."""

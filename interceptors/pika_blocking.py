@@ -246,6 +246,8 @@ class ShardedChannel:
         kind = getattr(exchange_type, "value", exchange_type)
         if kind != rules.EXCHANGE_TYPE:
             shard_map = self._topology.shard_map(exchange)
+            if rules.would_make(shard_map, exchange, passive):
+                at_once(self._calls.make_again(shard_map))
             return self._channel.exchange_declare(
                 exchange,
                 exchange_type,
@@ -422,26 +424,35 @@ class BlockingPort:
         raise reason
 
     async def routed(self, exchange: str) -> None:
-        if not self._confirms.active:  # with confirms every publish has waited for its own
-            self._channel.exchange_declare(exchange, passive=True)
+        if self._confirms.active:  # every publish has waited for its own
+            return
+        answered: list[Any] = []
+        self._channel._impl.exchange_declare(exchange, passive=True, callback=answered.append)
+        self._confirms.wait_until(lambda: bool(answered))
 
     async def connection(self) -> tuple[object, tuple[str, int] | None]:
         impl = self._channel.connection._impl
         return impl, peer_of(impl)
 
     async def reply_to(self) -> str | None:
+        # Below pika's own waiting, which has no end where the broker has an alarm on: from what it
+        # was published to over it, it reads no more.
         returned: list[str | None] = []
-        channel = self._channel.connection.channel()
-        # Told as the frame comes in: events of a channel are dropped when it is closed.
-        channel._impl.add_on_return_callback(
+        channel = self._channel.connection.channel()._impl
+        channel.add_on_return_callback(
             lambda _, __, properties, ___: returned.append(properties.reply_to)
         )
+        channel.add_on_close_callback(lambda *_: returned.append(None))
         channel.basic_consume(REPLY_TO, lambda *_: None, auto_ack=True)
         channel.basic_publish(
             "", "warren.nobody", b"", pika.BasicProperties(reply_to=REPLY_TO), mandatory=True
         )
-        channel.close()
-        return returned[0] if returned else None
+        try:
+            self._confirms.wait_until(lambda: bool(returned))
+        finally:
+            if channel.is_open:
+                channel.close()
+        return returned[0]
 
 
 class _Consumer:

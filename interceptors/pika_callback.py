@@ -233,13 +233,17 @@ class AsyncShardedChannel(PublishingChannel):
     ) -> None:
         kind = getattr(exchange_type, "value", exchange_type)
         if kind != rules.EXCHANGE_TYPE:
+            self._check_open()
 
-            def declare_as_given() -> None:
-                own = rules.exchange_arguments(self._map(exchange), exchange, kind, arguments)
+            async def declare_as_given(_: Done) -> None:
+                shard_map = await self._calls.shard_map(exchange)
+                if rules.would_make(shard_map, exchange, passive):
+                    await self._calls.make_again(shard_map)
+                own = rules.exchange_arguments(shard_map, exchange, kind, arguments)
                 flags = (passive, durable, auto_delete, internal, own, callback)
                 self._channel.exchange_declare(exchange, exchange_type, *flags)
 
-            self._in_order(declare_as_given)
+            self._run(declare_as_given)
             return
         validators.require_string(exchange, "exchange")
         validators.rpc_completion_callback(callback)

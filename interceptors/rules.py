@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
-from typing import Any
+from typing import Any, TypeGuard
 
 from sharding import Policy, ShardMap, ShardName, ShardUnavailable
 from sharding.cluster.provisioner import net
@@ -136,6 +136,11 @@ def exchange_arguments(
     if shard_map is None or shard_map.exchange != exchange or kind != "direct":
         return given
     return {**net(shard_map.logical), **(given or {})}
+
+
+def would_make(shard_map: ShardMap | None, exchange: str, passive: bool) -> TypeGuard[ShardMap]:
+    """Whether a declaration would make an exchange of ours, if that is not there any more."""
+    return shard_map is not None and shard_map.exchange == exchange and not passive
 
 
 def need_policy(logical: str) -> InvalidInput:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from sharding.amqp.connected_node import node_at
 from sharding.amqp.session import Declared, Session
 from sharding.cluster.control_plane import ControlPlane
-from sharding.cluster.provisioner import Ensured, Manager
+from sharding.cluster.provisioner import Ensured, Manager, exists
 from sharding.errors import (
     InvalidInput,
     LocalError,
@@ -82,6 +82,12 @@ class TopologyFutures:
     def node_at(self, peer: tuple[str, int] | None, nodes: Iterable[Node]) -> Future[str | None]:
         """The node that listens at an address. The nodes' hosts may be names, to be looked up."""
         return self._start(asyncio.to_thread(node_at, peer, list(nodes)), self._answer_timeout)
+
+    def has_exchange(self, exchange: str) -> Future[bool]:
+        return self._start(self._has_exchange(exchange), self._answer_timeout)
+
+    async def _has_exchange(self, exchange: str) -> bool:
+        return await exists(await self._plane.connected(), exchange=exchange)
 
     @property
     def _answer_timeout(self) -> float:

@@ -81,9 +81,12 @@ class Manager:
         `Forgotten` if the name had a map, or should have by `only_sharded`, and has none any more.
         """
         result: list[ShardMap] = []
+        is_new = False
         self._sharded = logical if only_sharded else None
 
         async def step(state: State) -> State | None:
+            nonlocal is_new
+            is_new = logical not in state.maps
             if logical in state.maps:
                 self._sharded = logical
             elif self._sharded is not None:
@@ -97,10 +100,28 @@ class Manager:
             return state.with_map(proposed) if proposed else None
 
         state = await self._plane.change(step)
+        # Who deleted the name's exchange before may not have known that it is sharded again, and
+        # have taken down what was made for it: see `take_down`.
+        while is_new and not await self._is_whole(logical):
+            state = await self._plane.change(step)
         return Ensured(state.maps.get(logical, result[0]), tuple(dict.fromkeys(self._notes)))
 
+    async def _is_whole(self, logical: str) -> bool:
+        """Whether all that leads to shards, and to the queue of unrouted messages, is there."""
+        session = await self._plane.connected()
+        kept = unrouted(logical)
+        return (
+            await exists(session, exchange=shards_exchange(logical))
+            and await exists(session, exchange=kept)
+            and await exists(session, queue=kept)
+        )
+
     async def take_down(self, logical: str) -> None:
-        """Remove what is behind an exchange that was deleted. What is kept, and shards, stay."""
+        """Remove what is behind an exchange that was deleted. What is kept, and shards, stay.
+
+        Another process may shard the name again at any moment. It says so in the log and then looks
+        whether all is there; here it is the other way round. So one of the two sees the other.
+        """
         session = await self._plane.connected()
         await self._plane.refresh(session)
         if logical in self._plane.log.state.maps:  # somebody shards it again
@@ -115,6 +136,10 @@ class Manager:
             logger.info("%r stays: %s", kept, error.text)
         finally:
             channel.close()
+        await self._plane.refresh(session)
+        if logical in self._plane.log.state.maps:
+            with suppress(Forgotten):
+                await self.ensure(logical, only_sharded=True)
 
     async def _propose(self, logical: str, state: State, found: Sequence[Shard]) -> ShardMap | None:
         current = state.maps.get(logical)
@@ -167,7 +192,7 @@ class Manager:
         One that is in use already stays in use, whatever the policy says of durability now.
         """
         in_use = current is not None and current.exchange == logical
-        is_there = in_use and await _exists(session, exchange=logical)
+        is_there = in_use and await exists(session, exchange=logical)
         if not is_there:
             await self._check_not_forgotten()
         await self._make_net(session, unrouted(logical), is_there)
@@ -286,7 +311,7 @@ class Manager:
         except Refused as error:
             if error.code != PRECONDITION_FAILED:
                 raise
-            if not await _exists(session, queue=shard.name):
+            if not await exists(session, queue=shard.name):
                 rule = f"must be such that the broker takes them: {error.text}"
                 raise InvalidInput("queue arguments", rule, dict(policy.queue_arguments)) from None
             self._note(
@@ -380,7 +405,7 @@ async def _delete_unused(session: Session, exchange: str) -> None:
         channel.close()
 
 
-async def _exists(session: Session, *, queue: str = "", exchange: str = "") -> bool:
+async def exists(session: Session, *, queue: str = "", exchange: str = "") -> bool:
     channel = await session.channel()
     try:
         if queue:

@@ -1,0 +1,191 @@
+"""Exchanges of logical queues that are deleted and made again, by whom and whenever it may be.
+
+What is published to one through Warren reaches its shard or fails; what anybody else publishes to
+it is kept. Found by an attack, each one seen failing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import aio_pika
+import pytest
+from pika.exceptions import ChannelClosedByBroker
+
+from interceptors import (
+    AioShardedChannel,
+    AioShardedConnection,
+    AsyncShardedChannel,
+    ShardedChannel,
+)
+from sharding import Policy, ShardMap, Topology
+from sharding.amqp.session import Channel
+from sharding.cluster.stream_log import LogFollower
+from sharding.maps.naming import shards_exchange, unrouted
+from sharding.publishing.unrouted import bring_unrouted
+from tests.cluster import Cluster, wait_until
+from tests.cluster.waiting import PATIENCE
+from tests.conformance.callers import CALLERS, Publication
+from tests.support import patient
+from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
+
+pytestmark = pytest.mark.cluster
+
+WRAPPERS: dict[str, Any] = {
+    "blocking": ShardedChannel,
+    "async": AsyncShardedChannel,
+    "aio": AioShardedChannel,
+    "robust": AioShardedChannel,
+}
+
+
+@pytest.fixture(scope="module")
+def topology(cluster: Cluster) -> Iterator[Topology]:
+    with topology_of(cluster, options=patient.TOPOLOGY) as running:
+        yield running
+
+
+def shard(topology: Topology, logical: str) -> ShardMap:
+    topology.set_policy(Policy.exactly(logical, 1, name=logical))
+    return topology.ensure(logical).shard_map
+
+
+def names(shard_map: ShardMap) -> list[str]:
+    return [each.name for each in shard_map.shards]
+
+
+@pytest.mark.parametrize("declared_as", ["direct", "x-modulus-hash"])
+@pytest.mark.parametrize("kind", list(CALLERS))
+def test_an_exchange_that_is_declared_again_leads_to_its_shards(
+    cluster: Cluster, topology: Topology, kind: str, declared_as: str
+) -> None:
+    """Somebody has deleted it, and who uses it next declares it, as applications do."""
+    images = shard(topology, fresh_queue())
+    with raw_channel(cluster.nodes[1]) as raw:
+        raw.exchange_delete(images.logical)
+    url = cluster.nodes[0].endpoint.amqp_url
+    wrap = WRAPPERS[kind]
+    with CALLERS[kind](url, lambda channel: wrap(channel, topology), confirms=True) as caller:
+        caller.declare_exchange(images.logical, declared_as, durable=True)
+        caller.publish(Publication(images.logical, "user-1", "hello"))
+    found = drain(cluster.nodes[0], [*names(images), unrouted(images.logical)])
+    assert found == [(images.shard_of("user-1").name, "user-1", b"hello")]
+
+
+def test_a_robust_channel_makes_no_exchange_that_leads_nowhere(
+    cluster: Cluster, topology: Topology
+) -> None:
+    """It was deleted, with all that was behind it, while the connection was lost."""
+    logical = fresh_queue()
+    images = shard(topology, logical)
+
+    def delete_and_close(named: str) -> None:
+        with connection_to(cluster.nodes[1]) as connection:
+            ShardedChannel(connection.channel(), topology).exchange_delete(logical)
+        management = cluster.nodes[0].management
+        wait_until(lambda: _connections(management.get("connections"), named))
+        for name in _connections(management.get("connections"), named):
+            management.call("DELETE", "connections", name)
+
+    async def play() -> None:
+        opened = await aio_pika.connect_robust(
+            cluster.nodes[0].endpoint.amqp_url,
+            reconnect_interval=0.1,
+            client_properties={"connection_name": logical},
+        )
+        async with AioShardedConnection(opened, topology) as connection:
+            reconnected = asyncio.Event()
+            connection.reconnect_callbacks.add(lambda *_: reconnected.set())
+            channel = await connection.channel()
+            await channel.declare_exchange(logical, "x-modulus-hash", durable=True)
+            await channel.declare_exchange(logical, "direct", durable=True)
+            await asyncio.to_thread(delete_and_close, logical)
+            await asyncio.wait_for(reconnected.wait(), PATIENCE)
+            await asyncio.wait_for(channel.ready(), PATIENCE)
+
+    asyncio.run(play())
+    with raw_channel(cluster.nodes[0]) as stranger:
+        stranger.confirm_delivery()
+        with pytest.raises(ChannelClosedByBroker, match="no exchange"):
+            stranger.basic_publish(logical, "user-1", b"to nobody")
+    assert drain(cluster.nodes[0], names(images)) == []
+
+
+def _connections(listed: list[dict[str, Any]], named: str) -> list[str]:
+    return [
+        each["name"]
+        for each in listed
+        if each.get("client_properties", {}).get("connection_name") == named
+    ]
+
+
+def before_the_log_says_so(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Just before a map is appended to the log."""
+    whole = LogFollower.append
+    acted: list[bool] = []
+
+    async def append(log: LogFollower, state: Any) -> bool:
+        if state.maps.keys() - log.state.maps.keys() and not acted:
+            acted.append(True)
+            await asyncio.to_thread(act)
+        return await whole(log, state)
+
+    monkeypatch.setattr(LogFollower, "append", append)
+
+
+def before_anything_is_deleted(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """After who takes down has read that the name is sharded no more."""
+    whole = Channel.delete_exchange
+    acted: list[bool] = []
+
+    async def delete_exchange(channel: Channel, exchange: str, **options: Any) -> None:
+        if not acted:
+            acted.append(True)
+            await asyncio.to_thread(act)
+        await whole(channel, exchange, **options)
+
+    monkeypatch.setattr(Channel, "delete_exchange", delete_exchange)
+
+
+@pytest.mark.parametrize("first", ["who deletes", "who shards"])
+def test_who_deletes_an_exchange_leaves_whole_what_is_sharded_again(
+    cluster: Cluster, topology: Topology, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Two processes at once: each does all of its work in the middle of the other's."""
+    logical = fresh_queue()
+    shard(topology, logical)
+    with topology_of(cluster, options=patient.TOPOLOGY) as another:
+        another.wait_until_ready(PATIENCE)
+        topology.forget(logical)
+        with raw_channel(cluster.nodes[0]) as raw:
+            raw.exchange_delete(logical)
+
+        def take_down() -> None:
+            topology.result(topology.futures.take_down(logical))
+
+        def shard_again() -> None:
+            another.ensure(logical)
+
+        if first == "who deletes":
+            before_anything_is_deleted(monkeypatch, shard_again)
+            take_down()
+        else:
+            before_the_log_says_so(monkeypatch, take_down)
+            shard_again()
+        another.refresh(PATIENCE)
+        images = another.shard_map(logical)
+        assert images is not None
+        with connection_to(cluster.nodes[0]) as connection:
+            channel = ShardedChannel(connection.channel(), another)
+            channel.confirm_delivery()
+            channel.basic_publish(logical, "user-1", b"ours")
+        with raw_channel(cluster.nodes[0]) as stranger:
+            stranger.confirm_delivery()
+            stranger.basic_publish(logical, "user-2", b"a stranger's")
+        here = images.shard_of("user-1").name
+        assert drain(cluster.nodes[0], names(images)) == [(here, "user-1", b"ours")]
+        assert bring_unrouted(another, logical).result(PATIENCE) == 1
+    with raw_channel(cluster.nodes[0]) as raw:
+        raw.exchange_declare(shards_exchange(logical), passive=True)
