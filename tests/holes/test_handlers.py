@@ -102,8 +102,11 @@ class OneShard:
         self.handled[delivery.key] += 1
 
 
+Start = Callable[..., tuple[OneShard, ConsumerGroup]]
+
+
 @pytest.fixture
-def start(topology: Topology) -> Iterator[Callable[..., tuple[OneShard, ConsumerGroup]]]:
+def start(topology: Topology) -> Iterator[Start]:
     """Begins a group over a queue that holds so many poisonous messages, and 20 others behind."""
     begun: list[ConsumerGroup] = []
 
@@ -120,9 +123,6 @@ def start(topology: Topology) -> Iterator[Callable[..., tuple[OneShard, Consumer
     yield start
     for group in begun:
         assert group.stop()
-
-
-Start = Callable[..., tuple[OneShard, ConsumerGroup]]
 
 
 def test_other_keys_go_on_while_a_key_waits_as_far_as_prefetch_reaches(start: Start) -> None:
