@@ -181,6 +181,7 @@ def test_consumers_of_a_callback_channel_go_on_when_the_map_is_stale(
     finally:
         connection.ioloop.add_callback_threadsafe(connection.close)
         thread.join(PATIENCE)
+        connection.ioloop.close()
 
 
 # The broker's patience

@@ -1,5 +1,5 @@
-"""Whatever a handler does, its message is acknowledged, retried or a dead letter; no thread dies and
-no key is stuck."""
+"""Whatever a handler does, its message is acknowledged, retried or a dead letter; no thread dies,
+and no key is stuck."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_other_keys_go_on_when_poison_has_become_dead_letters(start: Start) -> N
 def test_without_dead_letters_a_shard_stands_until_the_handler_succeeds_and_no_other_does(
     topology: Topology, start: Start
 ) -> None:
-    """q08, `dead_letter=None`. What the guide says shows it is seen here: `in_hand` stays, `retried`
+    """q08, `dead_letter=None`. It is seen by what the guide names: `in_hand` stays, `retried`
     grows, `handled` does not."""
     keys, group = start(FEW, retry=Retry(first_delay=0.01, max_delay=0.01), dead_letter=None)
     wait_until(lambda: group.counters["retried"] > 2 * FEW)

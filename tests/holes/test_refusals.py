@@ -10,7 +10,7 @@ import pytest
 
 from interceptors import ShardedChannel
 from sharding import InvalidInput, Policy, Topology
-from sharding.groups import AioConsumerGroup, ConsumerGroup
+from sharding.groups import AioConsumerGroup, ConsumerGroup, Delivery
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
@@ -61,7 +61,8 @@ def test_messages_without_a_key_are_stored_once_where_the_plugin_s_routing_key_i
         for number in range(10):
             channel.basic_publish(shard_map.logical, "", b"w%d" % number)
     taken = drain(nodes.nodes[0], shards_in_broker(nodes, shard_map.logical))
-    assert [body for _, _, body in taken] == [b"%s%d" % (by, n) for by in (b"p", b"w") for n in range(10)]
+    bodies = [body.decode() for _, _, body in taken]
+    assert bodies == [f"{by}{number}" for by in "pw" for number in range(10)]
 
 
 # Queues of another kind
@@ -107,9 +108,11 @@ def is_refused_when_a_group_starts(
     with pytest.raises(InvalidInput, match=rule):
         ConsumerGroup(topology, logical, print, options=chosen).start()
 
+    async def handle(_: Delivery) -> None: ...
+
     async def start() -> None:
         with pytest.raises(InvalidInput, match=rule):
-            await AioConsumerGroup(topology, logical, print, options=chosen).start()
+            await AioConsumerGroup(topology, logical, handle, options=chosen).start()
 
     asyncio.run(start())
 
@@ -140,7 +143,7 @@ def test_dead_letters_to_a_sharded_name_are_refused_when_a_group_starts(
 
 def test_a_name_with_a_line_break_is_refused(nodes: Cluster, topology: Topology) -> None:
     """q20. RabbitMQ takes line breaks out of names and answers with another one, for which pika
-    waited in vain: after 30 s "not connected yet", with policy, exchange and a queue left behind."""
+    waited in vain: after 30 s "not connected yet", and policy, exchange and queue left behind."""
     start = fresh_queue()
     name = f"{start}\nline"
     with pytest.raises(InvalidInput, match="line breaks"):

@@ -63,9 +63,7 @@ def keys_of(shard_map: ShardMap, shard: str) -> Iterator[str]:
     return (key for key in keys if shard_map.shard_of(key).name == shard)
 
 
-def publish_all(
-    topology: Topology, logical: str, messages: Iterable[tuple[str, bytes]]
-) -> None:
+def publish_all(topology: Topology, logical: str, messages: Iterable[tuple[str, bytes]]) -> None:
     """Store these messages, (key, body) each."""
     with ShardedPublisher(topology, logical, confirm_timeout=PATIENCE) as publisher:
         for key, body in messages:
