@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from tests.cluster import Cluster, boots
 from tests.cluster.pool import Discarded, Pool
-from tests.support.run_report import too_many
+from tests.support.run_report import keep_logs, too_many
 
 
 @dataclass
@@ -69,3 +70,9 @@ def test_cluster_that_a_fixture_could_not_make_ready_is_one_whose_logs_are_kept(
     assert using.__enter__() in pool.in_use
     assert not using.__exit__(RuntimeError, RuntimeError("no virtual host"), None)
     assert (pool.in_use, pool.failed) == ([], [cluster])
+
+
+def test_logs_are_kept_whatever_they_hold(tmp_path: Path) -> None:
+    logging.getLogger("warren.test").warning("unknown customer %s", "Ann \ud83d")
+    keep_logs(tmp_path / "kept", [])
+    assert "customer Ann \\ud83d" in (tmp_path / "kept" / "warren.log").read_text()
