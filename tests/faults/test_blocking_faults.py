@@ -14,7 +14,7 @@ import pika
 import pika.exceptions
 import pytest
 
-from interceptors import ShardedChannel, ShardedPublisher
+from interceptors import ShardedChannel
 from sharding import (
     OnUnavailable,
     OutcomeUnknown,
@@ -131,31 +131,6 @@ def test_keys_move_for_everybody_where_the_policy_says_so_and_come_home(harmed: 
         wait_until(lambda: victim.name not in topology._plane.down_nodes)
         assert topology.ensure(logical).shard_map.epoch > away.epoch
         assert routes_of_another_process(harmed.nodes[2], logical) == before
-
-
-def test_keys_move_off_a_node_in_maintenance_mode_and_come_home(harmed: Cluster) -> None:
-    logical, victim = fresh_queue(), harmed.nodes[1]
-    home = set_up(harmed, Policy(logical, f"^{logical}$", 1, on_unavailable=OnUnavailable.MOVE))
-    others = [harmed.nodes[0], harmed.nodes[2]]
-    with topology_of(others, options=patient.TOPOLOGY) as topology:
-        reads(topology, home)
-        topology.ensure(logical)  # as who watches does; 3.10 does not tell, its ports do
-        victim.driver.ctl("eval", "rabbit_maintenance:drain().")
-        try:
-            wait_until(lambda: topology.ensure(logical).shard_map != home)  # the API is told later
-            during = topology.ensure(logical).shard_map
-            lost = {shard.name for shard in home.shards_on(victim.name)}
-            assert {shard.name for shard in during.shards if not shard.available} == lost
-            with ShardedPublisher(topology, logical, confirm_timeout=PATIENCE) as publisher:
-                for number in range(100):
-                    publisher.publish(f"key-{number}", b"x")
-                assert publisher.flush(PATIENCE).stored == 100
-        finally:
-            victim.driver.ctl("eval", "rabbit_maintenance:revive().")
-        wait_until(lambda: all(s.available for s in topology.ensure(logical).shard_map.shards))
-        assert [shard.name for shard in topology.ensure(logical).shard_map.shards] == [
-            shard.name for shard in home.shards
-        ]
 
 
 @pytest.mark.parametrize("management", [True, False])

@@ -20,7 +20,7 @@ from interceptors import (
     AsyncShardedConnection,
     ShardedChannel,
 )
-from sharding import InvalidInput, Policy, ShardMap, ShardUnavailable, Topology, Unreachable
+from sharding import InvalidInput, Policy, ShardMap, Topology, Unreachable
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.conformance.callers import CALLERS, Publication
@@ -427,37 +427,6 @@ def test_a_wish_that_failed_leaves_no_consumers_behind(
             await channel.close()
 
     asyncio.run(play())
-
-
-def test_messages_with_one_id_have_each_their_own_outcome(
-    cluster: Cluster, topology: Topology, images: ShardMap
-) -> None:
-    """aiormq tells what is returned apart by it."""
-    keys = {images.shard_of(f"user-{number}").name: f"user-{number}" for number in range(100)}
-    gone, there = list(keys.values())[:2]
-    with raw_channel(cluster.nodes[0]) as raw:
-        raw.queue_delete(images.shard_of(gone).name)
-
-    async def play() -> None:
-        url = cluster.nodes[0].endpoint.amqp_url
-        async with await aio_pika.connect(url) as connection:
-            channel = AioShardedChannel(await connection.channel(), topology)
-            exchange = await channel.get_exchange(images.logical, ensure=False)
-            both = await asyncio.gather(
-                *(
-                    exchange.publish(
-                        aio_pika.Message(b"x", message_id="same"), key, mandatory=False
-                    )
-                    for key in (gone, there)
-                ),
-                return_exceptions=True,
-            )
-            assert isinstance(both[0], ShardUnavailable)
-            assert type(both[1]).__name__ == "Ack"
-            await channel.close()
-
-    asyncio.run(play())
-    assert [key for _, key, _ in drain(cluster.nodes[0], [images.shard_of(there).name])] == [there]
 
 
 FAT: dict[str, Any] = {"baggage": "x" * 131_000}

@@ -3,13 +3,11 @@ letter with its own bytes; none is lost, none stuck, and no connection ends."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import struct
-import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +15,11 @@ from typing import Any
 import pytest
 
 from sharding import Policy, ShardMap, Topology
-from sharding.groups import AioConsumerGroup, ConsumerGroup, Delivery, Retry
+from sharding.groups import Delivery, Retry
 from sharding.maps.naming import SHARDS_KEY
 from tests.cluster import Cluster, wait_until
-from tests.cluster.waiting import PATIENCE
 from tests.support import patient
+from tests.support.groups import KINDS, Group, Handler, running_group
 from tests.support.odd_messages import (
     ASYNCHRONOUS,
     MAX_HEADER,
@@ -43,8 +41,6 @@ SEED = int(os.environ.get("WARREN_ODD_SEED", "13"))
 ATTEMPTS = 2
 RETRY = Retry(attempts=ATTEMPTS, first_delay=0.01, max_delay=0.02)
 SIZES = [*[0] * 9, 9, 500, 5_000, 50_000, 131_064, 131_065, 400_000]
-
-Group = ConsumerGroup | AioConsumerGroup
 
 
 @dataclass(frozen=True)
@@ -164,37 +160,13 @@ def check_letter(letter: Raw, original: Raw) -> str:
     return said[b"x-warren-reason"].decode()
 
 
-# Two kinds of group, driven alike from the test's own thread.
-
-
 @contextmanager
 def a_group(
-    kind: str, topology: Topology, logical: str, handler: Callable[[Delivery], Any], **options: Any
+    kind: str, topology: Topology, logical: str, handler: Handler, **options: Any
 ) -> Iterator[Group]:
     chosen = patient.group(retry=RETRY, parallelism=4, max_lost_threads=10_000, **options)
-    if kind == "threads":
-        with ConsumerGroup(topology, logical, handler, options=chosen) as group:
-            yield group
-        return
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    def run(work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, loop).result(2 * PATIENCE)
-
-    try:
-        made = AioConsumerGroup(topology, logical, handler, options=chosen)
-        run(made.start())
-        try:
-            yield made
-        finally:
-            run(made.stop())
-        assert made.failure is None
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(PATIENCE)
-        loop.close()
+    with running_group(kind, topology, logical, handler, chosen) as group:
+        yield group
 
 
 class Trial:
@@ -280,9 +252,6 @@ def own_body(letter: Raw) -> bytes:
 
 def _number(body: bytes) -> int:
     return int(body[: body.index(b"|")])
-
-
-KINDS = pytest.mark.parametrize("kind", ["threads", "tasks"])
 
 
 @KINDS

@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -103,31 +102,6 @@ def test_queue_arguments_reach_the_shards(cluster: Cluster) -> None:
     for shard in shards_in_broker(cluster, logical):
         queue = cluster.nodes[0].management.get("queues", cluster.vhost, shard)
         assert {key: queue["arguments"][key] for key in arguments} == arguments
-
-
-@pytest.fixture
-def quorum_by_default(cluster: Cluster) -> Iterator[str]:
-    """A virtual host where a queue of no stated type is a quorum queue; on 3.10 none is."""
-    api, name = cluster.nodes[0].management, f"quorum-{cluster.vhost.strip('/')}"
-    everything = {"configure": ".*", "write": ".*", "read": ".*"}
-    api.call("PUT", "vhosts", name, body={"default_queue_type": "quorum"}, timeout=PATIENCE)
-    api.call("PUT", "permissions", name, "guest", body=everything)
-    yield name
-    api.call("DELETE", "vhosts", name, timeout=PATIENCE)
-
-
-def test_shards_are_classic_where_another_type_is_the_default(
-    cluster: Cluster, quorum_by_default: str
-) -> None:
-    logical, node = fresh_queue(), cluster.nodes[0]
-    url = urlsplit(node.endpoint.amqp_url)._replace(path=f"/{quorum_by_default}").geturl()
-    with Topology(url, management_urls=[node.management.url]) as topology:
-        set_up(topology, logical, 1)
-        shard_map = topology.shard_map(logical)
-    assert shard_map is not None
-    for shard in shard_map.shards:
-        found = node.management.get("queues", quorum_by_default, shard.name)
-        assert found["type"] == "classic"
 
 
 @pytest.fixture

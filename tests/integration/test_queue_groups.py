@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -479,42 +478,6 @@ def test_a_shard_is_taken_anew_before_the_broker_gives_its_consumer_up(
     assert messages_left(topology, images) == 0
 
 
-@pytest.mark.twin(
-    "integration/test_queue_groups.py::"
-    "test_a_shard_is_taken_anew_before_the_broker_gives_its_consumer_up"
-)
-def test_the_broker_takes_no_shard_whose_messages_wait_for_longer_than_its_consumer_timeout(
-    cluster: Cluster, topology: Topology
-) -> None:
-    if tuple(map(int, cluster.version.split(".")[:2])) < (3, 12):
-        pytest.skip("the time of one queue can be set from 3.12 on")
-    names = {fresh_queue(): 4.0, fresh_queue(): None}
-    for logical in names:
-        policy = Policy.exactly(logical, 1, name=logical)
-        arguments = {"x-consumer-timeout": 4_000}  # looked at once a minute
-        topology.set_policy(replace(policy, queue_arguments=arguments))
-        topology.ensure(logical)
-        publish(topology, logical, 400, keys=1)
-    logs = {logical: Log(lambda _: time.sleep(0.5)) for logical in names}
-    with ExitStack() as workers:
-        groups = [
-            workers.enter_context(
-                ConsumerGroup(
-                    topology, logical, logs[logical], options=patient.group(consumer_timeout=limit)
-                )
-            )
-            for logical, limit in names.items()
-        ]
-        renewing, plain = groups
-        wait_until(lambda: plain.counters["lost"], 5 * PATIENCE)  # the broker means it
-        counters = renewing.counters
-    assert counters["renewed"] > 1
-    assert counters["lost"] == 0
-    handled = next(iter(logs.values())).numbers()
-    assert handled == list(range(len(handled)))
-    assert len(handled) > 50
-
-
 def test_new_shards_are_read_without_a_restart(topology: Topology, images: str) -> None:
     log = Log()
     with ConsumerGroup(topology, images, log, options=patient.group()) as group:
@@ -591,25 +554,16 @@ def test_what_can_not_work_is_said_at_once(topology: Topology) -> None:
         ConsumerGroup(topology, "images", asyncio.sleep)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "rule"),
-    [
-        ({"x-queue-type": "quorum"}, "must be classic"),
-        ({"x-single-active-consumer": True}, "has no exclusive consumer"),
-        ({}, "must not be a sharded name"),
-    ],
-)
-def test_shards_that_a_group_can_not_work_with_are_refused_when_it_starts(
-    cluster: Cluster, topology: Topology, arguments: dict[str, Any], rule: str
+def test_shards_of_another_type_than_a_group_can_lock_are_refused_when_it_starts(
+    cluster: Cluster, topology: Topology
 ) -> None:
     logical = fresh_queue()
+    arguments = {"x-queue-type": "quorum"}
     topology.set_policy(Policy(logical, f"^{logical}$", 1, queue_arguments=arguments))
-    # So that its dead letters, unless told otherwise, would be sharded.
-    options = patient.group() if arguments else patient.group(dead_letter="{name}")
     try:
         topology.ensure(logical)
-        with pytest.raises(InvalidInput, match=rule):
-            ConsumerGroup(topology, logical, print, options=options).start()
+        with pytest.raises(InvalidInput, match="must be classic"):
+            ConsumerGroup(topology, logical, print, options=patient.group()).start()
     finally:
         queues = shards_of(topology, logical)
         topology.forget(logical)

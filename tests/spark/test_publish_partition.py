@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from itertools import count
 
 import pika
 import pytest
 
-from interceptors import NotStored
 from sharding.errors import InvalidInput, WarrenError
 from sharding.stream.environment import StreamEnvironment
 from spark import PublishOptions, publish_partition
 from spark.options.values import BadOption
-from spark.write.messages import Messages
-from spark.write.targets import Sender, sender_to
 from tests.cluster import Cluster
 from tests.spark.stored import (
     Orders,
@@ -28,7 +23,7 @@ from tests.spark.stored import (
     stored_in,
     super_stream,
 )
-from tests.support.sharded import drain, raw_channel, shards_in_broker, topology_of
+from tests.support.sharded import drain, raw_channel, shards_in_broker
 
 pytestmark = pytest.mark.cluster
 
@@ -70,31 +65,6 @@ def test_every_row_is_in_a_shard_of_the_queue(cluster: Cluster, queue: str) -> N
     publish_partition(orders, options)
     taken = drain(cluster.nodes[0], shards_in_broker(cluster, queue))
     assert sorted((key, body) for _, key, body in taken) == sorted(orders)
-
-
-def test_each_of_two_that_publish_at_once_is_told_of_its_own_rows(
-    cluster: Cluster, queue: str
-) -> None:
-    with topology_of(cluster) as topology:
-        shard_map = topology.shard_map(queue)
-    assert shard_map is not None
-    gone = shard_map.shards[0].name
-    lost = next(key for key in map(str, count()) if shard_map.shard_of(key).name == gone)
-    fine = next(key for key in map(str, count()) if shard_map.shard_of(key).name != gone)
-    options = PublishOptions.of(queue=queue, amqpUri=amqp_uri(cluster)).resolved()
-    with raw_channel(cluster.nodes[0]) as channel:
-        channel.queue_delete(gone)
-
-    def task() -> AbstractContextManager[Sender]:
-        return sender_to(options.connect, options.write, options.target)
-
-    with task() as first:
-        first.send(Messages([b"lost"], [lost]))
-        with task() as second:
-            second.send(Messages([b"fine"], [fine]))
-            assert second.finish() == 1
-        with pytest.raises(NotStored, match="0 stored, 1 unroutable"):
-            first.finish()
 
 
 def test_headers_and_properties_reach_the_consumer_of_a_queue(cluster: Cluster, queue: str) -> None:

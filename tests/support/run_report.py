@@ -73,15 +73,18 @@ def pytest_runtest_makereport(
     if report.failed:
         folder = FAILURES / re.sub(r"[^\w.-]+", "-", item.nodeid)
         pool = item.config.stash[POOL]
-        _keep(folder, [*pool.in_use, *pool.failed])
+        keep_logs(folder, [*pool.in_use, *pool.failed])
         pool.failed.clear()
         report.sections.append(("logs", f"the brokers' and our own: {folder}"))
     return report
 
 
-def _keep(folder: Path, clusters: Iterable[Cluster]) -> None:
+def keep_logs(folder: Path, clusters: Iterable[Cluster]) -> None:
+    """The newest of what Warren logged, and what the brokers did."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "warren.log").write_text("".join(f"{line}\n" for line in _recent.lines))
+    # A log may hold anything, half an emoji say, and must not end the run with that.
+    text = "".join(f"{line}\n" for line in _recent.lines)
+    (folder / "warren.log").write_text(text, "utf-8", "backslashreplace")
     for cluster in clusters:
         top = folders.cluster_folder(cluster.name)
         # Not all below: what brokers store comes and goes while one looks.

@@ -5,14 +5,17 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pika
 from pika.adapters.blocking_connection import BlockingChannel, BlockingConnection
 
-from sharding import ShardName
+from sharding import Policy, ShardMap, ShardName
 from sharding.cluster.topology import Topology, TopologyOptions
+from sharding.publishing.publisher import ShardedPublisher
 from tests.cluster import Cluster, Node
+from tests.cluster.waiting import PATIENCE
 from tests.support import patient
 
 
@@ -47,6 +50,27 @@ def raw_channel(node: Node) -> Iterator[BlockingChannel]:
         yield connection.channel()
 
 
+def make_sharded(topology: Topology, shards_per_node: int = 1, **policy: Any) -> ShardMap:
+    """A logical queue of a new name; `policy` is what else its policy says."""
+    logical = fresh_queue()
+    topology.set_policy(Policy(logical, f"^{logical}$", shards_per_node, **policy))
+    return topology.ensure(logical).shard_map
+
+
+def keys_of(shard_map: ShardMap, shard: str) -> Iterator[str]:
+    """Keys without end that belong to one shard."""
+    keys = (f"user-{number}" for number in count())
+    return (key for key in keys if shard_map.shard_of(key).name == shard)
+
+
+def publish_all(topology: Topology, logical: str, messages: Iterable[tuple[str, bytes]]) -> None:
+    """Store these messages, (key, body) each."""
+    with ShardedPublisher(topology, logical, confirm_timeout=PATIENCE) as publisher:
+        for key, body in messages:
+            publisher.publish(key, body)
+        assert publisher.flush(PATIENCE).all_stored
+
+
 def shards_in_broker(cluster: Cluster, logical: str) -> dict[str, str]:
     """Queue → node of every shard of `logical`, as the management API sees it."""
     queues: list[dict[str, Any]] = cluster.a_running_node().management.get("queues", cluster.vhost)
@@ -68,3 +92,9 @@ def drain(node: Node, queues: Iterable[str]) -> list[tuple[str, str, bytes]]:
                     break
                 taken.append((queue, method.routing_key or "", body or b""))
     return taken
+
+
+def messages_in(node: Node, queue: str) -> int:
+    """How many are ready in a queue."""
+    with raw_channel(node) as channel:
+        return int(channel.queue_declare(queue, passive=True).method.message_count)

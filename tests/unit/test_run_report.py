@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from tests.cluster import Cluster, boots
 from tests.cluster.pool import Discarded, Pool
-from tests.support.run_report import longest_groups, too_many
+from tests.support.run_report import keep_logs, longest_groups, too_many
 
 
 @dataclass
@@ -75,3 +76,9 @@ def test_groups_are_told_by_what_all_their_tests_took() -> None:
     group_of = {"a": "harm", "b": "harm", "c": "spark", "d": "unit/x.py"}
     seconds = {"a": 2.0, "b": 3.0, "c": 4.0, "d": 0.5}
     assert longest_groups(seconds, group_of) == [("harm", 5.0), ("spark", 4.0), ("unit/x.py", 0.5)]
+
+
+def test_logs_are_kept_whatever_they_hold(tmp_path: Path) -> None:
+    logging.getLogger("warren.test").warning("unknown customer %s", "Ann \ud83d")
+    keep_logs(tmp_path / "kept", [])
+    assert "customer Ann \\ud83d" in (tmp_path / "kept" / "warren.log").read_text()
