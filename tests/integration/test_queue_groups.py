@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import pika
+import pikafrom dataclasses import replace
+
 import pytest
 
 from interceptors import ShardedPublisher
