@@ -9,11 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import pikafrom dataclasses import replace
-
+import pika
 import pytest
 
 from interceptors import ShardedPublisher
