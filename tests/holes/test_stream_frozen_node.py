@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
-from sharding.errors import WarrenError
-from sharding.stream import Broker, StreamEnvironment
+from sharding.stream import Broker, Producer, StreamEnvironment
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
@@ -73,6 +73,14 @@ def freezer() -> Iterator[Freezer]:
     made.close()
 
 
+def is_stuck(producer: Producer) -> bool:
+    """Whether it has been writing one batch for a while."""
+    (writer,) = producer._writers
+    flying = list(writer._outbox._flying)
+    since = flying[-1].sent_at if flying and writer._is_writing else None
+    return since is not None and time.monotonic() - since > 1
+
+
 def test_producers_of_healthy_nodes_go_on(cluster: Cluster, freezer: Freezer) -> None:
     led: dict[str, Broker] = {}
     with environment_of(cluster, **patient.STREAMS) as direct:
@@ -93,11 +101,10 @@ def test_producers_of_healthy_nodes_go_on(cluster: Cluster, freezer: Freezer) ->
             large = [bytes(100_000)] * 300
             flooding = threading.Thread(target=producers[0].send_many, args=(large,), daemon=True)
             flooding.start()
-            wait_until(lambda: producers[0]._writers[0]._is_writing)
-            # Small ones, that are written when they have lingered.
-            for each in producers[1:]:
-                with suppress(WarrenError):
-                    each.send(b"small", timeout=0.1)
+            wait_until(lambda: is_stuck(producers[0]))
+            for each in producers[1:]:  # a small one, which is written when it has lingered
+                each.send(b"small")
+            wait_until(lambda: any(map(is_stuck, producers[1:])))
             for _ in range(20):
                 good.send(b"x")
                 good.flush(PATIENCE).raise_for_failures()
