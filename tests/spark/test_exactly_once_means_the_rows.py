@@ -5,11 +5,13 @@ Programs 10, s09 and s17 of the audits.
 
 from __future__ import annotations
 
+import os
 import random
 import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,14 @@ from pyspark.sql import functions as f
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.messages.message import encode_data
 from sharding.stream.producer.partitioning import by_hash
+from sharding.stream.producer.producer import Producer
 from spark import PublishOptions, exactly_once, publish_partition
 from spark.write.exactly_once import TaskRows, publish_task_rows, stream_owners
 from spark.write.exactly_once_rules import RowIds, WouldLoseRows, producer_name
+from spark.write.messages import Messages
 from tests.cluster import Cluster
 from tests.cluster.waiting import PATIENCE
-from tests.spark.sources import bodies, follow, send
+from tests.spark.sources import add_partitions, bodies, follow, send
 from tests.spark.stored import one_stream, reach, stored_in, super_stream
 from tests.support.sharded import raw_channel
 
@@ -81,6 +85,133 @@ def test_batch_whose_rows_changed_after_it_was_begun_is_stored_once_or_refused(
     assert stored == [body for _, _, body in wanted]
     refused = change not in ("nothing", "rows after")
     assert ("has 500 rows of batch 0 already" in said) == refused
+
+
+class Killed(Exception):
+    """The task's process."""
+
+
+class MortalProducer:
+    """A producer of a process that dies after some more messages, which are stored."""
+
+    def __init__(self, producer: Producer, life: list[int]) -> None:
+        self._producer, self._life = producer, life
+        self.last_publishing_ids = producer.last_publishing_ids
+        self.flush, self.close = producer.flush, producer.close
+
+    def send_encoded(
+        self, messages: Sequence[bytes], *, publishing_ids: Sequence[int], timeout: float
+    ) -> None:
+        taken = min(self._life[0], len(messages))
+        ids = publishing_ids[:taken]
+        self._producer.send_encoded(messages[:taken], publishing_ids=ids, timeout=timeout)
+        self._life[0] -= taken
+        if taken < len(messages):
+            self._producer.flush(PATIENCE).raise_for_failures()
+            raise Killed
+
+
+Keyed = tuple[str, int, bytes]  # key, place in the order, message
+
+
+def attempt(
+    environment: StreamEnvironment,
+    bound: Sequence[str],
+    rows: Sequence[Keyed],
+    rng: random.Random,
+    *,
+    query: str,
+    batch: int = 3,
+    life: int = 10**9,
+) -> None:
+    """As Spark does: each row to its task, in any order; `Killed` after `life` messages."""
+    left = [life]
+    own = stream_owners(bound, rng.randint(1, 4), ["place"])
+    for task in rng.sample(range(own.tasks), own.tasks):
+        mine = [row for row in rows if own.shard_of(row[0]) % own.tasks == task]
+        rng.shuffle(mine)
+        held = TaskRows(own, task, 1 << 20)
+        places = pa.record_batch({"place": pa.array([place for _, place, _ in mine], pa.int64())})
+        messages = Messages([body for _, _, body in mine], [key for key, _, _ in mine])
+        held.add(messages.encoded(), [key for key, _, _ in mine], places)
+        publish_task_rows(
+            own,
+            held,
+            query=query,
+            batch=batch,
+            last_id=environment.last_publishing_id,
+            open_producer=lambda stream, name: MortalProducer(  # type: ignore[arg-type,return-value]
+                environment.producer(stream, name=name), left
+            ),
+            timeout=PATIENCE,
+        )
+
+
+def changed_rows(rows: list[Keyed], rng: random.Random) -> tuple[str, list[Keyed]]:
+    """What a deploy, an operator or retention may do between two attempts at a batch."""
+    more = [(f"k{n}", rng.randint(-9, 99), b"new %d" % n) for n in range(rng.randint(1, 9))]
+    changes: dict[str, list[Keyed]] = {
+        "nothing": rows,
+        "order": [(key, rng.randint(0, 99), body) for key, _, body in rows],
+        "expression": [(key, place, body + b"!") for key, place, body in rows],
+        "one row's expression": [(k, p, b + b"!" * (b == rows[0][2])) for k, p, b in rows],
+        "keys": [(key.upper(), place, body) for key, place, body in rows],
+        "beginning lost": rows[rng.randint(1, len(rows)) :],
+        "some lost": rng.sample(rows, rng.randint(0, len(rows) - 1)),
+        "more rows": [*rows, *more],
+        "other rows": more,
+    }
+    change = rng.choice(list(changes))
+    return change, changes[change]
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("WARREN_CHANGED_BATCHES", "6"))))
+def test_whatever_changes_between_attempts_all_rows_are_stored_once_or_none_is_lost(
+    cluster: Cluster, environment: StreamEnvironment, seed: int
+) -> None:
+    """Query, options, checkpoint, source and partitions; killed anywhere in the first attempt."""
+    rng = random.Random(seed)
+    query, name = secrets.token_hex(8), f"changed-{secrets.token_hex(4)}"
+    rows = [(f"k{rng.randint(0, 30)}", rng.randint(0, 9), b"%d" % n) for n in range(60)]
+    environment.create_super_stream(name, partitions=rng.randint(1, 3))
+    try:
+        bound = environment.bound_streams(name)
+        life = rng.choice([rng.randint(0, 60), 10**9])
+        with suppress(Killed):
+            attempt(environment, bound, rows, rng, query=query, life=life)
+        later: list[Keyed] = []
+        if life > 60 and rng.random() < 0.3:  # the next batch, which the checkpoint then forgets
+            later = [(f"k{n}", n, b"later %d" % n) for n in range(rng.randint(1, 20))]
+            attempt(environment, bound, later, rng, query=query, batch=4)
+        before = stored_in(environment, environment.partitions(name))
+        change, now = changed_rows([*rows, *later], rng)
+        if rng.random() < 0.3:
+            change += ", partitions"
+            bound = (*bound, *add_partitions(cluster, name, first=len(bound), count=1))
+        said = None
+        try:
+            attempt(environment, bound, now, rng, query=query)
+        except WouldLoseRows as refused:
+            said = str(refused)
+        stored = stored_in(environment, dict.fromkeys(bound))
+    finally:
+        environment.delete_super_stream(name)
+    print(f"seed {seed}: {change}, killed after {life}, later {len(later)}: {said or 'stored'}")
+    if said is None:
+        for stream, found in stored.items():
+            wanted = [(p, k, b) for k, p, b in now if bound[by_hash(k, len(bound))] == stream]
+            assert [(row.key, row.body) for row in found] == [
+                (k, b) for _, k, b in by_order(wanted)
+            ]
+    else:
+        assert change != "nothing" or later
+        for stream, found in before.items():
+            assert stored[stream][: len(found)] == found
+
+
+def by_order(rows: list[tuple[int, str, bytes]]) -> list[tuple[int, str, bytes]]:
+    """By place, then by the whole message."""
+    return sorted(rows, key=lambda row: (row[0], Messages([row[2]], [row[1]]).encoded()[0]))
 
 
 def run(
