@@ -641,7 +641,7 @@ def test_a_missing_right_ends_the_worker_and_is_named(cluster: Cluster, images: 
                     "write": r"^amq\.gen-.*$",
                     "read": groups[:-2] + rf"|sharding: {images} - .*|warren\.shard-maps)$",
                 },
-                f"write access to exchange 'warren.group.{images}'",
+                f"exchange 'warren.group.{images}'",
             ),
         ]:
             path = ("permissions", node.endpoint.vhost, user)
