@@ -229,8 +229,8 @@ def test_the_broker_takes_no_shard_whose_messages_wait_for_longer_than_its_consu
         shard, renewing = start(limit, 2)
         _, [unaware] = start(None, 1)
         wait_until(lambda: unaware.counters["lost"], 5 * PATIENCE)
-        wait_until(lambda: sum(worker.counters["renewed"] for worker in renewing) > 1)
         assert sum(worker.counters["lost"] for worker in renewing) == 0
+        wait_until(lambda: sum(worker.counters["renewed"] for worker in renewing) > 1)
     assert begun[shard] == list(range(len(begun[shard])))
 
 
