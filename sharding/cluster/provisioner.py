@@ -52,6 +52,9 @@ class Ensured:
 
     shard_map: ShardMap
     notes: tuple[str, ...] = ()
+    made_again: bool = False
+    """The exchange was gone and is there again. What was published to it between its declaration
+    and its binding, by whoever knew the map too, is kept, and has to be brought to its shards."""
 
 
 class Forgotten(LocalError):
@@ -72,6 +75,7 @@ class Manager:
         self._vhost = vhost
         self._notes: list[str] = []
         self._sharded: str | None = None
+        self._made_again = False
 
     async def ensure(
         self, logical: str, found: Sequence[Shard] = (), *, only_sharded: bool = False
@@ -104,7 +108,11 @@ class Manager:
         # have taken down what was made for it: see `take_down`.
         while is_new and not await self._is_whole(logical):
             state = await self._plane.change(step)
-        return Ensured(state.maps.get(logical, result[0]), tuple(dict.fromkeys(self._notes)))
+        return Ensured(
+            state.maps.get(logical, result[0]),
+            tuple(dict.fromkeys(self._notes)),
+            self._made_again,
+        )
 
     async def _is_whole(self, logical: str) -> bool:
         """Whether all that leads to shards, and to the queue of unrouted messages, is there."""
@@ -193,6 +201,7 @@ class Manager:
         """
         in_use = current is not None and current.exchange == logical
         is_there = in_use and await exists(session, exchange=logical)
+        self._made_again = self._made_again or (in_use and not is_there)
         if not is_there:
             await self._check_not_forgotten()
         await self._make_net(session, unrouted(logical), is_there)

@@ -7,7 +7,10 @@ it is kept. Found by an attack, each one seen failing.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import aio_pika
@@ -22,6 +25,7 @@ from interceptors import (
 )
 from sharding import Policy, ShardMap, Topology
 from sharding.amqp.session import Channel
+from sharding.cli import maps
 from sharding.cluster.stream_log import LogFollower
 from sharding.maps.naming import shards_exchange, unrouted
 from sharding.publishing.unrouted import bring_unrouted
@@ -72,6 +76,43 @@ def test_an_exchange_that_is_declared_again_leads_to_its_shards(
         caller.publish(Publication(images.logical, "user-1", "hello"))
     found = drain(cluster.nodes[0], [*names(images), unrouted(images.logical)])
     assert found == [(images.shard_of("user-1").name, "user-1", b"hello")]
+
+
+@pytest.mark.parametrize("who", ["application", "watch"])
+def test_what_is_published_while_an_exchange_is_made_again_is_brought_to_its_shard(
+    cluster: Cluster, topology: Topology, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """It is there before it is bound: what comes in between is confirmed and kept."""
+    images = shard(topology, fresh_queue())
+    with raw_channel(cluster.nodes[1]) as raw:
+        raw.exchange_delete(images.logical)
+    whole = Channel.bind_exchange
+    published: list[bool] = []
+
+    def publish() -> None:
+        with connection_to(cluster.nodes[1]) as connection:
+            channel = ShardedChannel(connection.channel(), topology)
+            channel.confirm_delivery()
+            channel.basic_publish(images.logical, "user-1", b"in between")
+
+    async def bind_exchange(channel: Channel, target: str, source: str, key: str) -> None:
+        if source == images.logical and not published:
+            published.append(True)
+            await asyncio.to_thread(publish)
+        await whole(channel, target, source, key)
+
+    monkeypatch.setattr(Channel, "bind_exchange", bind_exchange)
+    if who == "application":
+        with connection_to(cluster.nodes[0]) as connection:
+            channel = ShardedChannel(connection.channel(), topology)
+            channel.exchange_declare(images.logical, "direct", durable=True)
+    else:
+        monkeypatch.setattr(maps, "connected", lambda *_: nullcontext(topology))
+        monkeypatch.setattr(maps, "time", SimpleNamespace(sleep=sys.exit))
+        with pytest.raises(SystemExit):
+            maps.watch()
+    found = drain(cluster.nodes[0], [*names(images), unrouted(images.logical)])
+    assert found == [(images.shard_of("user-1").name, "user-1", b"in between")]
 
 
 def test_a_robust_channel_makes_no_exchange_that_leads_nowhere(
