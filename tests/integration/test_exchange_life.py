@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
 import aio_pika
+import pika
 import pytest
-from pika.exceptions import ChannelClosedByBroker
+from pika.exceptions import ChannelClosedByBroker, NackError
 
 from interceptors import (
     AioShardedChannel,
@@ -37,6 +38,7 @@ from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel
 
 pytestmark = pytest.mark.cluster
 
+PERSISTENT = pika.BasicProperties(delivery_mode=2)
 WRAPPERS: dict[str, Any] = {
     "blocking": ShardedChannel,
     "async": AsyncShardedChannel,
@@ -230,3 +232,26 @@ def test_who_deletes_an_exchange_leaves_whole_what_is_sharded_again(
         assert bring_unrouted(another, logical).result(PATIENCE) == 1
     with raw_channel(cluster.nodes[0]) as raw:
         raw.exchange_declare(shards_exchange(logical), passive=True)
+
+
+def test_nothing_is_confirmed_and_dropped_while_the_node_of_unrouted_messages_is_down(
+    harmed: Cluster,
+) -> None:
+    """A broker of 3.10 forgets the way to such a queue."""
+    logical = fresh_queue()
+    with topology_of(harmed) as topology:
+        shard(topology, logical)
+    queue = harmed.nodes[0].management.get("queues", harmed.vhost, unrouted(logical))
+    home = next(node for node in harmed if node.name == queue["node"])
+    other = next(node for node in harmed if node != home)
+    home.stop()
+    confirmed: list[bytes] = []
+    with raw_channel(other) as stranger:
+        stranger.confirm_delivery()
+        for number in range(100):
+            with suppress(NackError):
+                body = b"%d" % number
+                stranger.basic_publish(logical, "user-1", body, PERSISTENT)
+                confirmed.append(body)
+    home.restart()
+    assert [body for _, _, body in drain(other, [unrouted(logical)])] == confirmed
