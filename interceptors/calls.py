@@ -203,8 +203,8 @@ class Calls:
         declared = await declare(known.exchange) if known is not None and is_there else None
         if policy is not None:
             await self.port.wait(self._topology.futures.set_policy(policy))
-        ensured = await self.port.wait(self._topology.futures.ensure(exchange))
-        return await declare(ensured.shard_map.exchange) if declared is None else declared
+        shard_map = await self._ensure(exchange)
+        return await declare(shard_map.exchange) if declared is None else declared
 
     async def make_again(self, shard_map: ShardMap) -> None:
         """Have the manager make an exchange of ours that somebody deleted, before it is declared.
@@ -213,8 +213,14 @@ class Calls:
         kept as if a stranger had sent it.
         """
         if not await self._has_exchange(shard_map):
-            ensuring = self._topology.futures.ensure(shard_map.logical, only_sharded=True)
-            await self.port.wait(ensuring)
+            await self._ensure(shard_map.logical, only_sharded=True)
+
+    async def _ensure(self, logical: str, *, only_sharded: bool = False) -> ShardMap:
+        ensuring = self._topology.futures.ensure(logical, only_sharded=only_sharded)
+        ensured = await self.port.wait(ensuring)
+        if ensured.made_again:
+            await self.port.wait(bring_unrouted(self._topology, logical))
+        return ensured.shard_map
 
     async def _has_exchange(self, shard_map: ShardMap) -> bool:
         return await self.port.wait(self._topology.futures.has_exchange(shard_map.exchange))

@@ -126,9 +126,7 @@ def ensure(
             except Forgotten as error:
                 typer.echo(printable(str(error)))
                 continue
-            brought = topology.result(bring_unrouted(topology, name))
-            if brought:
-                typer.echo(f"  {brought} messages that were unrouted are in their shards now")
+            _bring(topology, name)
 
 
 @shards.command()
@@ -145,12 +143,20 @@ def watch(
             try:
                 for ensured in topology.ensure_all():
                     name = ensured.shard_map.logical
+                    if ensured.made_again:
+                        _bring(topology, name)
                     if known.get(name) != ensured.shard_map:
                         report(ensured, known.get(name))
                         known[name] = ensured.shard_map
             except WarrenError as error:
                 typer.echo(f"warren: {printable(str(error))}; trying again", err=True)
             time.sleep(interval)
+
+
+def _bring(topology: Topology, logical: str) -> None:
+    brought = topology.result(bring_unrouted(topology, logical))
+    if brought:
+        typer.echo(f"  {brought} messages that were unrouted are in their shards now")
 
 
 def report(ensured: Ensured, before: Any = None) -> None:

@@ -8,10 +8,13 @@ Nothing that is published is confirmed and dropped, whoever publishes it and how
 
     images ──SHARDS_KEY──► images.shards ──the shard's name──► shards
        └──what has no such key──► images.unrouted, an exchange and a queue of that name
+                                     └──while that is away──► warren.refused, which nacks
 
 `images` (or `warren: images`, where that name is taken) is made last of all, and has the way to the
 queue of unrouted messages (its alternate exchange) from its declaration on. `images.shards` has
-none, so that what carries our key and finds no shard is returned.
+none, so that what carries our key and finds no shard is returned. A broker of 3.10 forgets the way
+to a queue whose node is down, and would confirm what finds none; newer ones nack it themselves. So
+there is one more way behind, to a queue on every node that takes nothing.
 
 What somebody forgets meanwhile is not brought back: before each step that makes something, a
 manager that found a map reads that it is still there. Who forgets a name says so in the log before
@@ -33,7 +36,14 @@ from sharding.cluster.control_plane import ControlPlane
 from sharding.cluster.management import NoAnswer
 from sharding.errors import InvalidInput, LocalError, RemoteError, Unreachable, reason
 from sharding.maps.map_log import State
-from sharding.maps.naming import SHARDS_KEY, ShardName, shards_exchange, unrouted
+from sharding.maps.naming import (
+    REFUSED,
+    SHARDS_KEY,
+    ShardName,
+    refusing,
+    shards_exchange,
+    unrouted,
+)
 from sharding.maps.planning import Member, next_map, wanted_shards
 from sharding.maps.policy import Policy, policy_for
 from sharding.maps.shard_map import Shard, ShardMap
@@ -42,6 +52,7 @@ logger = logging.getLogger("warren.manager")
 
 PRECONDITION_FAILED, NOT_FOUND = 406, 404
 CLASSIC = {"x-queue-type": "classic"}
+TAKES_NOTHING = {**CLASSIC, "x-max-length": 0, "x-overflow": "reject-publish"}
 # Above whatever moved the queues; RabbitMQ applies the one policy of the highest priority.
 LOCATOR_PRIORITY = 1_000
 
@@ -52,6 +63,9 @@ class Ensured:
 
     shard_map: ShardMap
     notes: tuple[str, ...] = ()
+    made_again: bool = False
+    """The exchange was gone and is there again. What was published to it between its declaration
+    and its binding, by whoever knew the map too, is kept, and has to be brought to its shards."""
 
 
 class Forgotten(LocalError):
@@ -72,6 +86,7 @@ class Manager:
         self._vhost = vhost
         self._notes: list[str] = []
         self._sharded: str | None = None
+        self._made_again = False
 
     async def ensure(
         self, logical: str, found: Sequence[Shard] = (), *, only_sharded: bool = False
@@ -104,7 +119,11 @@ class Manager:
         # have taken down what was made for it: see `take_down`.
         while is_new and not await self._is_whole(logical):
             state = await self._plane.change(step)
-        return Ensured(state.maps.get(logical, result[0]), tuple(dict.fromkeys(self._notes)))
+        return Ensured(
+            state.maps.get(logical, result[0]),
+            tuple(dict.fromkeys(self._notes)),
+            self._made_again,
+        )
 
     async def _is_whole(self, logical: str) -> bool:
         """Whether all that leads to shards, and to the queue of unrouted messages, is there."""
@@ -156,6 +175,7 @@ class Manager:
         known = {shard.name: shard for shard in existing}
         session = await self._plane.connected()
         await _declare_exchange(session, shards_exchange(logical), internal=True)
+        await _declare_exchange(session, REFUSED, "fanout", internal=True)
         try:
             placed, tokens = await self._place(logical, shards, known, members, policy)
         except InvalidInput:  # nothing half-made is left
@@ -193,6 +213,7 @@ class Manager:
         """
         in_use = current is not None and current.exchange == logical
         is_there = in_use and await exists(session, exchange=logical)
+        self._made_again = self._made_again or (in_use and not is_there)
         if not is_there:
             await self._check_not_forgotten()
         await self._make_net(session, unrouted(logical), is_there)
@@ -224,7 +245,8 @@ class Manager:
         While its node is down, the broker refuses what would go there with a nack; but nothing is
         opened that would lead nowhere.
         """
-        await _declare_exchange(session, name, "fanout", internal=True)
+        behind = {"alternate-exchange": REFUSED}
+        await _declare_exchange(session, name, "fanout", internal=True, arguments=behind)
         channel = await session.channel()
         try:
             async with asyncio.timeout(self._plane.options.answer_timeout):
@@ -272,6 +294,7 @@ class Manager:
                 continue
             try:
                 tokens[member.name] = await session.reply_token()
+                await _make_refusing(session, refusing(member.name))
                 for shard in own:
                     placed[shard.name] = await self._place_one(
                         session, member.name, shard, policy, shards_exchange(logical)
@@ -391,6 +414,15 @@ async def _declare_exchange(session: Session, exchange: str, *kind: str, **optio
     channel = await session.channel()
     try:
         await channel.declare_exchange(exchange, *kind, **options)
+    finally:
+        channel.close()
+
+
+async def _make_refusing(session: Session, queue: str) -> None:
+    channel = await session.channel()
+    try:
+        await channel.declare(queue, durable=True, arguments=TAKES_NOTHING)
+        await channel.bind(queue, REFUSED, "")
     finally:
         channel.close()
 

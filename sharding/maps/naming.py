@@ -78,6 +78,16 @@ def unrouted(logical: str) -> str:
     return check_name("queue of unrouted messages", f"{logical}.unrouted")
 
 
+REFUSED = "warren.refused"
+"""The exchange behind that of unrouted messages, and what its queues are named after: each refuses
+all that it gets, so that what can't be kept is nacked."""
+
+
+def refusing(node: str) -> str:
+    """The queue on a node that refuses all that it gets."""
+    return check_name("queue that refuses", f"{REFUSED} - {check_node_name(node)}")
+
+
 def partition_name(super_stream: str, index: int) -> str:
     """The stream that is partition `index` of a super stream, as RabbitMQ's own tools name it."""
     check_logical_name(super_stream)

@@ -7,12 +7,16 @@ it is kept. Found by an attack, each one seen failing.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import aio_pika
+import pika
 import pytest
-from pika.exceptions import ChannelClosedByBroker
+from pika.exceptions import ChannelClosedByBroker, NackError
 
 from interceptors import (
     AioShardedChannel,
@@ -22,6 +26,7 @@ from interceptors import (
 )
 from sharding import Policy, ShardMap, Topology
 from sharding.amqp.session import Channel
+from sharding.cli import maps
 from sharding.cluster.stream_log import LogFollower
 from sharding.maps.naming import shards_exchange, unrouted
 from sharding.publishing.unrouted import bring_unrouted
@@ -33,6 +38,7 @@ from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel
 
 pytestmark = pytest.mark.cluster
 
+PERSISTENT = pika.BasicProperties(delivery_mode=2)
 WRAPPERS: dict[str, Any] = {
     "blocking": ShardedChannel,
     "async": AsyncShardedChannel,
@@ -72,6 +78,43 @@ def test_an_exchange_that_is_declared_again_leads_to_its_shards(
         caller.publish(Publication(images.logical, "user-1", "hello"))
     found = drain(cluster.nodes[0], [*names(images), unrouted(images.logical)])
     assert found == [(images.shard_of("user-1").name, "user-1", b"hello")]
+
+
+@pytest.mark.parametrize("who", ["application", "watch"])
+def test_what_is_published_while_an_exchange_is_made_again_is_brought_to_its_shard(
+    cluster: Cluster, topology: Topology, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """It is there before it is bound: what comes in between is confirmed and kept."""
+    images = shard(topology, fresh_queue())
+    with raw_channel(cluster.nodes[1]) as raw:
+        raw.exchange_delete(images.logical)
+    whole = Channel.bind_exchange
+    published: list[bool] = []
+
+    def publish() -> None:
+        with connection_to(cluster.nodes[1]) as connection:
+            channel = ShardedChannel(connection.channel(), topology)
+            channel.confirm_delivery()
+            channel.basic_publish(images.logical, "user-1", b"in between")
+
+    async def bind_exchange(channel: Channel, target: str, source: str, key: str) -> None:
+        if source == images.logical and not published:
+            published.append(True)
+            await asyncio.to_thread(publish)
+        await whole(channel, target, source, key)
+
+    monkeypatch.setattr(Channel, "bind_exchange", bind_exchange)
+    if who == "application":
+        with connection_to(cluster.nodes[0]) as connection:
+            channel = ShardedChannel(connection.channel(), topology)
+            channel.exchange_declare(images.logical, "direct", durable=True)
+    else:
+        monkeypatch.setattr(maps, "connected", lambda *_: nullcontext(topology))
+        monkeypatch.setattr(maps, "time", SimpleNamespace(sleep=sys.exit))
+        with pytest.raises(SystemExit):
+            maps.watch()
+    found = drain(cluster.nodes[0], [*names(images), unrouted(images.logical)])
+    assert found == [(images.shard_of("user-1").name, "user-1", b"in between")]
 
 
 def test_a_robust_channel_makes_no_exchange_that_leads_nowhere(
@@ -189,3 +232,26 @@ def test_who_deletes_an_exchange_leaves_whole_what_is_sharded_again(
         assert bring_unrouted(another, logical).result(PATIENCE) == 1
     with raw_channel(cluster.nodes[0]) as raw:
         raw.exchange_declare(shards_exchange(logical), passive=True)
+
+
+def test_nothing_is_confirmed_and_dropped_while_the_node_of_unrouted_messages_is_down(
+    harmed: Cluster,
+) -> None:
+    """A broker of 3.10 forgets the way to such a queue."""
+    logical = fresh_queue()
+    with topology_of(harmed) as topology:
+        shard(topology, logical)
+    queue = harmed.nodes[0].management.get("queues", harmed.vhost, unrouted(logical))
+    home = next(node for node in harmed if node.name == queue["node"])
+    other = next(node for node in harmed if node != home)
+    home.stop()
+    confirmed: list[bytes] = []
+    with raw_channel(other) as stranger:
+        stranger.confirm_delivery()
+        for number in range(100):
+            with suppress(NackError):
+                body = b"%d" % number
+                stranger.basic_publish(logical, "user-1", body, PERSISTENT)
+                confirmed.append(body)
+    home.restart()
+    assert [body for _, _, body in drain(other, [unrouted(logical)])] == confirmed
