@@ -131,7 +131,7 @@ async def _bring_all(
             if _is_end(message, queue):
                 at_end = at_end or message.properties.message_id == own
                 reading.ack(message.delivery_tag)
-            elif (why := _why_it_stays(message)) is not None:
+            elif (why := _why_it_stays(message, shard_map)) is not None:
                 logger.warning("a message in %r is not brought: %s", queue, why)
                 staying += 1
                 if staying == _AT_ONCE // 2:  # the broker gives no more than that at a time
@@ -160,9 +160,13 @@ async def _bring_all(
     return brought
 
 
-def _why_it_stays(message: Message) -> str | None:
+def _why_it_stays(message: Message, shard_map: ShardMap) -> str | None:
     if not is_text(message.routing_key):
         return "its key is not UTF-8"
+    copies = (message.properties.headers or {}).get("CC")
+    keys = [message.routing_key, *(copies if isinstance(copies, list) else ())]
+    if any(isinstance(key, str) and shard_map.leads_to_shard(key) for key in keys):
+        return "its key, or a copy's, is the name of a shard, which would store it too"
     try:
         forwarded(message.raw, "x" * MAX_NAME_BYTES)
     except (InvalidInput, Malformed) as error:

@@ -162,6 +162,28 @@ def test_messages_that_can_not_be_sent_again_end_bringing_with_an_error(
         channel.basic_publish(logical, "user-1", b"goes on")
 
 
+@pytest.mark.parametrize("by", ["key", "copy"])
+def test_what_would_reach_two_shards_by_a_name_of_theirs_stays_where_it_is(
+    nodes: Cluster, topology: Topology, by: str
+) -> None:
+    """Also by that of a shard which is in no map any more, and is bound all the same."""
+    logical = fresh_queue()
+    topology.set_policy(Policy.exactly(logical, 2, name=logical))
+    shards = [each.name for each in topology.ensure(logical).shard_map.shards]
+    topology.forget(logical)
+    shard(topology, logical)
+    with raw_channel(nodes.nodes[0]) as channel:
+        channel.confirm_delivery()
+        for number, name in enumerate(shards):
+            copies = pika.BasicProperties(headers={"CC": [name]} if by == "copy" else {})
+            channel.basic_publish(logical, name if by == "key" else "k", b"%d" % number, copies)
+        channel.basic_publish(logical, "user-1", b"brought")
+    assert bring_unrouted(topology, logical).result(PATIENCE) == 1
+    assert [body for _, _, body in drain(nodes.nodes[0], shards)] == [b"brought"]
+    kept = drain(nodes.nodes[0], [unrouted(logical)])
+    assert [body for _, _, body in kept] == [b"%d" % number for number in range(len(shards))]
+
+
 def test_exchange_that_is_deleted_and_made_again_keeps_its_net(
     nodes: Cluster, topology: Topology
 ) -> None:
