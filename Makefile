@@ -24,7 +24,7 @@ test: checked
 
 # With the twins: nodes harmed on the oldest version too, a minute of every fault, a million rows.
 LONG := WARREN_FAULT_SECONDS=60 WARREN_GROUP_MESSAGES=60000 WARREN_ROUND_TRIP_ROWS=1000000 \
-	WARREN_ODD_PAIRS=5000 WARREN_CHANGED_BATCHES=200
+	WARREN_ODD_PAIRS=5000 WARREN_CHANGED_BATCHES=200 WARREN_POLICY_ROUNDS=3
 test-all: checked
 	$(LONG) $(PYTEST) --all
 

@@ -31,11 +31,13 @@ from interceptors import rules
 from interceptors.aio_consumers import Consumer, Consumers
 from interceptors.aio_objects import (
     AskedReturns,
+    Closing,
     OneAtATime,
     OnMessage,
     Proxy,
     ShardedExchange,
     ShardedQueue,
+    ShardedTransaction,
 )
 from interceptors.calls import Calls
 from interceptors.connections import WrappedConnection
@@ -73,6 +75,8 @@ class AioShardedChannel(Proxy):
         "_publishing",
         "_robust",
         "_topology",
+        "_transacting",
+        "_uncommitted",
         "_uninformed",
         "close_callbacks",
         "counters",
@@ -98,12 +102,15 @@ class AioShardedChannel(Proxy):
         self._uninformed: dict[str, set[asyncio.Future[None]]] = {}
         """Exchanges that were published to here while no map of theirs was known, and what of that
         is under way."""
+        self._transacting = False
+        self._uncommitted: set[str] = set()
+        """Those of them that were in the transaction that goes on."""
         self._port = AioPort(channel, self._uninformed, confirm_timeout)
         self._calls = Calls(self._port, topology, placement, node)
         self._background: set[asyncio.Future[None]] = set()
         self._handed_out: WeakValueDictionary[tuple[str, int], Any] = WeakValueDictionary()
         # Callbacks get this channel, not the wrapped one. The wrapped one knows them weakly.
-        self.close_callbacks: CallbackCollection[Any, Any] = CallbackCollection(self)
+        self.close_callbacks = Closing(self, self._leave_behind)
         self.return_callbacks = AskedReturns(self)
         channel.close_callbacks.add(self.close_callbacks, weak=True)
         channel.return_callbacks.add(self.return_callbacks, weak=True)
@@ -154,13 +161,19 @@ class AioShardedChannel(Proxy):
         later message of the same key may overtake. With a map the message has entered."""
         async with self._publishing:
             shard_map = await self._map_to_publish_by(logical)
-            if shard_map is not None and logical in self._uninformed:
-                await self._calls.bring(logical)
-                del self._uninformed[logical]
-            if shard_map is not None and message_id:
+            if shard_map is None or logical in self._uncommitted:
+                return None
+            own = logical in self._uninformed
+            if own or self._topology.kept.mark(logical) is not None:
+                await self._calls.bring(logical, own=own)
+                self._uninformed.pop(logical, None)
+            if message_id:
                 async with self._deadline(timeout):
                     await self._message_ids.enter(message_id)
             return shard_map
+
+    def _leave_behind(self) -> None:
+        self._topology.kept.leave(self._uninformed)
 
     @asynccontextmanager
     async def _without_map(self, exchange: str) -> AsyncIterator[None]:
@@ -168,6 +181,8 @@ class AioShardedChannel(Proxy):
 
         Entered before anything is awaited, so that no later message of the same key overtakes.
         """
+        if self._transacting:  # kept when it is committed, and all that is behind it too
+            self._uncommitted.add(exchange)
         under_way = self._uninformed.setdefault(exchange, set())
         done = asyncio.get_running_loop().create_future()
         under_way.add(done)
@@ -176,6 +191,13 @@ class AioShardedChannel(Proxy):
         finally:
             under_way.discard(done)
             done.set_result(None)
+
+    def transaction(self) -> Any:
+        self._wrapped.transaction()  # raises where it is not possible
+        return ShardedTransaction(self._wrapped, self._begin_transaction, self._uncommitted.clear)
+
+    def _begin_transaction(self) -> None:
+        self._transacting = True
 
     def explain(self, queue: str, key: str) -> Route | None:
         """Slot, shard, node and epoch of a key; None if the name is not sharded."""

@@ -15,8 +15,10 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import aiormq.abc
+from aio_pika.abc import AbstractChannel, TimeoutType
 from aio_pika.exceptions import DeliveryError, PublishError
 from aio_pika.tools import STUB_AWAITABLE, CallbackCollection
+from aio_pika.transaction import Transaction
 
 from interceptors import rules
 from sharding.errors import OutcomeUnknown
@@ -85,6 +87,45 @@ class AskedReturns(CallbackCollection[Any, [Any]]):
 
     def __call__(self, message: Any) -> Awaitable[Any]:
         return STUB_AWAITABLE if message.message_id in self.unasked else super().__call__(message)
+
+
+class Closing(CallbackCollection[Any, Any]):
+    """Close callbacks of which the first is our own; aio-pika knows the collection weakly."""
+
+    __slots__ = ("_first",)
+
+    def __init__(self, sender: Any, first: Callable[[], None] = lambda: None) -> None:
+        super().__init__(sender)
+        self._first = first
+
+    def __call__(self, *arguments: Any, **options: Any) -> Awaitable[Any]:
+        self._first()
+        return super().__call__(*arguments, **options)
+
+
+class ShardedTransaction(Transaction):
+    """A transaction that tells when it begins and when it is over."""
+
+    def __init__(
+        self, channel: AbstractChannel, begun: Callable[[], None], over: Callable[[], None]
+    ) -> None:
+        super().__init__(channel)
+        self._begun = begun
+        self._over = over
+
+    async def select(self, timeout: TimeoutType = None) -> Any:
+        self._begun()
+        return await super().select(timeout)
+
+    async def commit(self, timeout: TimeoutType = None) -> Any:
+        answer = await super().commit(timeout)
+        self._over()
+        return answer
+
+    async def rollback(self, timeout: TimeoutType = None) -> Any:
+        answer = await super().rollback(timeout)
+        self._over()
+        return answer
 
 
 class OneAtATime:

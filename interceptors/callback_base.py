@@ -102,8 +102,6 @@ class DeferringChannel:
     exchange_bind = _ordered("exchange_bind")
     exchange_unbind = _ordered("exchange_unbind")
     flow = _ordered("flow")
-    tx_commit = _ordered("tx_commit")
-    tx_rollback = _ordered("tx_rollback")
 
     def close(self, reply_code: int = 0, reply_text: str = "Normal shutdown") -> None:
         self._in_order(self._channel.close, reply_code, reply_text)

@@ -151,11 +151,13 @@ class PublishingChannel(DeferringChannel):
         self._published = 0
         self._uninformed: set[str] = set()
         """Exchanges that were published to here while no map of theirs was known."""
+        self._uncommitted: set[str] = set()
+        """Those of them that were in the transaction that goes on."""
         self._confirmed = Wake()
         self._transacting = False
         self._returns = rules.Returns()
         self._strays: list[Stray] = []
-        self._at_close.append(self._log_strays)
+        self._at_close += [self._log_strays, self._leave_behind]
         channel.add_on_return_callback(self._on_return)
 
     @property
@@ -167,6 +169,16 @@ class PublishingChannel(DeferringChannel):
     def tx_select(self, callback: OnFrame | None = None) -> None:
         self._transacting = True
         self._in_order(self._channel.tx_select, callback)
+
+    def tx_commit(self, callback: OnFrame | None = None) -> None:
+        self._in_order(self._end_transaction, self._channel.tx_commit, callback)
+
+    def tx_rollback(self, callback: OnFrame | None = None) -> None:
+        self._in_order(self._end_transaction, self._channel.tx_rollback, callback)
+
+    def _end_transaction(self, end: Callable[[Any], None], callback: OnFrame | None) -> None:
+        end(callback)
+        self._uncommitted.clear()  # what comes next is in the next one, and waits for this one
 
     def confirm_delivery(self, ack_nack_callback: OnFrame, callback: OnFrame | None = None) -> None:
         validators.require_callback(ack_nack_callback)
@@ -212,7 +224,7 @@ class PublishingChannel(DeferringChannel):
         message = (exchange, routing_key, body, properties, mandatory)
 
         async def bring_and_publish() -> None:
-            await self._calls.bring(exchange)
+            await self._calls.bring(exchange, own=exchange in self._uninformed)
             self._uninformed.discard(exchange)
             self._publish(*message, only_if_available=False)
 
@@ -236,9 +248,11 @@ class PublishingChannel(DeferringChannel):
     ) -> None:
         publication: Publication | None = None
         shard_map = self._map(exchange)
-        if shard_map is None:
+        if shard_map is None or exchange in self._uncommitted:
             if exchange:
                 self._uninformed.add(exchange)
+                if self._transacting:  # kept when it is committed, and all that is behind it too
+                    self._uncommitted.add(exchange)
             returns = mandatory or self._topology.may_drop(exchange, routing_key)
             self._channel.basic_publish(exchange, routing_key, body, properties, returns)
             if self._unconfirmed is not None and returns:
@@ -263,8 +277,12 @@ class PublishingChannel(DeferringChannel):
             self._unconfirmed.sent(publication)
 
     def _has_to_bring(self, exchange: str) -> bool:
-        """Whether something was published here without the map that is known now."""
-        return exchange in self._uninformed and self._map(exchange) is not None
+        """Whether something was published without the map that is known now, and is kept."""
+        kept = exchange in self._uninformed or self._topology.kept.mark(exchange) is not None
+        return kept and exchange not in self._uncommitted and self._map(exchange) is not None
+
+    def _leave_behind(self) -> None:
+        self._topology.kept.leave(self._uninformed)
 
     async def _routed(self, exchange: str) -> None:
         if self._unconfirmed is None:

@@ -107,24 +107,28 @@ class Calls:
             raise Unreachable("the node of this connection is in no shard map; give node=…")
         return node
 
-    async def bring(self, logical: str) -> None:
-        """Have all that was published here before the map was known be in its shards.
+    async def bring(self, logical: str, *, own: bool) -> None:
+        """Have all that was published before the map was known be in its shards: here, if `own`,
+        and on channels of this process that are closed.
 
         The broker kept it. Brought before anything else is sent, a key's messages stay in order.
         """
+        left = self._topology.kept.mark(logical)
         try:
-            await self.port.routed(logical)
+            if own:
+                await self.port.routed(logical)
             await self.port.wait(bring_unrouted(self._topology, logical))
         except WarrenError as error:
             has_no_right = isinstance(error, Refused) and error.code == ACCESS_REFUSED
             if has_no_right or isinstance(error, InvalidInput):
                 # Not now, and not later. To publish nothing more would help nobody.
                 logger.warning("what was published to %r early stays unrouted: %s", logical, error)
-                return
-            raise ShardUnavailable(
-                f"messages published to {logical!r} before its shards were known are not in them "
-                f"yet, and nothing more was sent: {error}"
-            ) from error
+            else:
+                raise ShardUnavailable(
+                    f"messages published to {logical!r} before its shards were known are not in "
+                    f"them yet, and nothing more was sent: {error}"
+                ) from error
+        self._topology.kept.brought(logical, left)
 
     # Queues
 

@@ -85,6 +85,8 @@ class ShardedChannel:
         self._encoded: dict[str, Encoded] = {}
         self._uninformed: set[str] = set()
         """Exchanges that were published to here while no map of theirs was known."""
+        self._uncommitted: set[str] = set()
+        """Those of them that were in the transaction that goes on."""
         self._at_close: list[Callable[[], None]] = []
         self._inner._impl.add_on_return_callback(self._on_return)
         self._inner._impl.add_on_close_callback(self._on_close)
@@ -282,6 +284,16 @@ class ShardedChannel:
         self._transacting = True
         return self._channel.tx_select()
 
+    def tx_commit(self) -> Any:
+        answer = self._channel.tx_commit()
+        self._uncommitted.clear()
+        return answer
+
+    def tx_rollback(self) -> Any:
+        answer = self._channel.tx_rollback()
+        self._uncommitted.clear()
+        return answer
+
     def confirm_delivery(self) -> None:
         self._confirms.select()
 
@@ -294,14 +306,17 @@ class ShardedChannel:
         mandatory: bool = False,
     ) -> None:
         shard_map = self._topology.shard_map(exchange) if exchange else None
-        if shard_map is None:
+        if shard_map is None or exchange in self._uncommitted:
             if exchange:
                 self._uninformed.add(exchange)
+                if self._transacting:  # kept when it is committed, and all that is behind it too
+                    self._uncommitted.add(exchange)
             mandatory = mandatory or self._topology.may_drop(exchange, routing_key)
             self._confirms.publish(exchange, routing_key, body, properties, mandatory)
             return
-        if exchange in self._uninformed:
-            at_once(self._calls.bring(exchange))
+        own = exchange in self._uninformed
+        if own or self._topology.kept.mark(exchange) is not None:
+            at_once(self._calls.bring(exchange, own=own))
             self._uninformed.discard(exchange)
         shard = self._shard_for(shard_map, routing_key)
         sent = addressed(properties, shard) if properties else self._bare(shard)
@@ -398,6 +413,7 @@ class ShardedChannel:
     def _on_close(self, *_: Any) -> None:
         self._background.stop()
         self._reading.stop()
+        self._topology.kept.leave(self._uninformed)
         for clean_up in self._at_close:
             clean_up()
         for stray in self._strays:

@@ -95,9 +95,7 @@ def check_key(shard_map: ShardMap, routing_key: str) -> None:
     """Refuse a key that messages are led to shards by: one that has it would go twice."""
     if routing_key == SHARDS_KEY:
         raise InvalidInput("routing_key", "must not be the key that leads to shards", routing_key)
-    if routing_key.startswith("sharding: ") and any(
-        shard.name == routing_key for shard in shard_map.shards
-    ):
+    if shard_map.leads_to_shard(routing_key):
         raise InvalidInput("routing_key", "must not be the name of a shard", routing_key)
 
 

@@ -11,7 +11,7 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -68,6 +68,7 @@ class Topology:
         self.options = options or TopologyOptions()
         self._fixed = None if maps is None else _fixed_state(maps)
         self.claims = Claims()
+        self.kept = KeptMessages()
         self._homes: tuple[State | None, dict[str, str]] = (None, {})
         self._listeners: list[Listener] = []
         self._once_sharded: set[str] = set()
@@ -384,3 +385,58 @@ class Claims:
         """The consumer has arrived, or never will."""
         with self._lock:
             self._counter[shard] -= 1
+
+
+Begins = Callable[[], None]
+
+
+class KeptMessages:
+    """What this process has to know of messages that the broker keeps, as no shard was known.
+
+    Names are left behind by channels that published there without a map, and then closed. Whoever
+    publishes there next has all that is kept brought first: a thread that goes on with another
+    channel must not overtake itself.
+    """
+
+    MOST = 10_000
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._marks: OrderedDict[str, object] = OrderedDict()
+        self._waiting: dict[str, Future[int]] = {}
+
+    def bring_once(self, name: str, start: Callable[[Begins], Future[int]]) -> Future[int]:
+        """Start to bring what is kept, or share what was started and has not begun to.
+
+        Until it calls `begins`, whatever is kept by now is still before it.
+        """
+        with self._lock:
+            waiting = self._waiting.get(name)
+            if waiting is None:
+                waiting = self._waiting[name] = start(lambda: self._no_more(name))
+                waiting.add_done_callback(lambda ended: self._no_more(name, ended))
+            return waiting
+
+    def _no_more(self, name: str, ended: Future[int] | None = None) -> None:
+        """Nobody more may share it; of one that has `ended`, its successor is left alone."""
+        with self._lock:
+            if ended is None or self._waiting.get(name) is ended:
+                self._waiting.pop(name, None)
+
+    def leave(self, names: Iterable[str]) -> None:
+        with self._lock:
+            for name in names:
+                self._marks.pop(name, None)
+                self._marks[name] = object()
+            while len(self._marks) > self.MOST:
+                self._marks.popitem(last=False)
+
+    def mark(self, name: str) -> object | None:
+        """Stands for all that was left until now; None if nothing was, or all of it is brought."""
+        return self._marks.get(name)
+
+    def brought(self, name: str, mark: object | None) -> None:
+        """What was left until the mark was read is in its shards; there may be more by now."""
+        with self._lock:
+            if mark is not None and self._marks.get(name) is mark:
+                del self._marks[name]

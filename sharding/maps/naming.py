@@ -59,6 +59,16 @@ class ShardName:
             return None
 
 
+def is_shard_of(name: str, logical: str) -> bool:
+    """Whether a name is that of a shard of `logical`, in whatever map, or in none any more.
+
+    >>> is_shard_of("sharding: images - rabbit@rmq0 - 1", "images")
+    True
+    """
+    parsed = ShardName.parse(name) if name.startswith("sharding: ") else None
+    return parsed is not None and parsed.logical == logical
+
+
 SHARDS_KEY = "warren.shards"
 """Leads from the exchange of a logical queue to that of its shards. Every message of ours has it,
 so that what reaches no shard is returned; what does not have it is somebody else's, and is kept."""

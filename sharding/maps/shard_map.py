@@ -20,7 +20,7 @@ from typing import Any
 
 from sharding.errors import InvalidInput
 from sharding.maps.json_fields import JsonObject, check_format, is_whole, parse
-from sharding.maps.naming import check_logical_name, check_name, check_node_name
+from sharding.maps.naming import check_logical_name, check_name, check_node_name, is_shard_of
 from sharding.maps.policy import Policy
 from sharding.maps.slots import MAX_SHARDS, Key, SlotTable
 
@@ -148,6 +148,15 @@ class ShardMap:
         here = [index for index, shard in enumerate(self.shards) if shard.available]
         among_available = SlotTable.rendezvous([self.shards[index].name for index in here])
         return SlotTable([here[owner] for owner in among_available.owners])
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(shard.name for shard in self.shards)
+
+    def leads_to_shard(self, key: str) -> bool:
+        """Whether a message with this key would reach a shard by it: they are bound by their names,
+        those too that have left the map and are not deleted."""
+        return key in self._names or is_shard_of(key, self.logical)
 
     def shard_of(self, key: Key) -> Shard:
         return self.shards[self.table.shard_of(key)]

@@ -71,7 +71,8 @@ def addressed(properties: pika.BasicProperties | None, shard: str) -> pika.Basic
 def forwarded(raw: bytes, shard: str) -> pika.BasicProperties:
     """The properties of a message that was published without the way to its shard, to the byte.
 
-    It was kept because its own copies led nowhere, so they may stay; a BCC the broker has removed.
+    It was kept because its own copies led nowhere, so they may stay, unless they name a shard; a
+    BCC the broker has removed.
     The user id goes into a header, as the broker takes it from its owner only.
     """
     given = PropertyList.parse(raw)

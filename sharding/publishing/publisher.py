@@ -117,7 +117,7 @@ class ShardedPublisher:
         self._window_bytes = window_bytes
         self._max_body = min(window_bytes, max_message_bytes)
         self._confirm_timeout = confirm_timeout
-        self._names: tuple[ShardMap | None, frozenset[bytes]] = (None, frozenset())
+        self._checked: ShardMap | None = None
         shard_map = self._map_in_force()
 
         # All of this is shared between threads, under the lock.
@@ -397,14 +397,14 @@ class ShardedPublisher:
         if len(on_the_wire) > MAX_NAME_BYTES:
             rule = f"must be at most {MAX_NAME_BYTES} bytes to be an AMQP routing key"
             raise InvalidInput("key", rule, key)
-        known, names = self._names
-        if known is not shard_map:
+        if self._checked is not shard_map:
             if self._by_exchange and shard_map.kind is ShardKind.STREAM:
                 rule = "must not be a super stream: publish to it with a stream producer"
                 raise InvalidInput("logical queue", rule, self.logical)
-            names = frozenset(shard.name.encode() for shard in shard_map.shards)
-            self._names = shard_map, names
-        if on_the_wire in names and self._by_exchange:
+            self._checked = shard_map
+        # No shard has a name that is not UTF-8.
+        text = key if isinstance(key, str) else on_the_wire.decode("utf-8", "replace")
+        if self._by_exchange and shard_map.leads_to_shard(text):
             # The shards are bound under their names: it would be routed to two of them.
             raise InvalidInput("key", "must not be the name of a shard", key)
 

@@ -3,7 +3,8 @@
 A channel that did not know of a map yet, another client or another language published them. The
 broker kept them, and whoever brings them is an ordinary publisher with confirms:
 
-* one at a time: an exclusive consumer is the lock, and who finds it taken waits;
+* one at a time: an exclusive consumer is the lock, and who finds it taken waits. Of a process one
+  waits, for all who ask meanwhile: many channels may come to know of a map at the same moment;
 * in the order in which they were kept, each to the shard of its key, as it was sent;
 * a message is acknowledged when its shard has it; what no shard takes stays where it is.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Coroutine, Sequence
@@ -25,7 +27,8 @@ import pika
 
 from sharding.amqp.field_table import Malformed
 from sharding.amqp.session import ACCESS_REFUSED, Channel, Message, Refused, Session
-from sharding.cluster.topology import Topology
+from sharding.backoff import Backoff
+from sharding.cluster.topology import Begins, Topology
 from sharding.errors import InvalidInput, RemoteError, ShardUnavailable, Unreachable
 from sharding.maps.json_fields import is_text
 from sharding.maps.naming import MAX_NAME_BYTES, unrouted
@@ -36,8 +39,10 @@ logger = logging.getLogger("warren.publisher")
 
 _NOT_FOUND = 404
 _AT_ONCE = 200
-_LOOK_AGAIN = 0.05
 _LAST_WORDS = 5.0
+# Each look at a lock that is taken costs the broker a channel and an error in its log.
+_LOOK_AGAIN = Backoff(first=0.05, longest=1.0)
+_random = random.Random()  # its own, so that nobody else's sequence of numbers changes
 _END = "warren.end"
 
 
@@ -46,19 +51,28 @@ def bring_unrouted(topology: Topology, logical: str) -> Future[int]:
 
     Done when nothing that was kept before the call is left, whoever brought it.
     """
-    return topology.futures.on_connection(logical, _bring)
+
+    def start(begins: Begins) -> Future[int]:
+        async def bring(session: Session, shard_map: ShardMap) -> int:
+            return await _bring(session, shard_map, begins)
+
+        return topology.futures.on_connection(logical, bring)
+
+    return topology.kept.bring_once(logical, start)
 
 
-async def _bring(session: Session, shard_map: ShardMap) -> int:
+async def _bring(session: Session, shard_map: ShardMap, begins: Begins) -> int:
     queue = unrouted(shard_map.logical)
     publishing = await session.channel()
     returned: Counter[tuple[str, bytes]] = Counter()
     publishing.on_return(lambda key, body: returned.update([(key, body)]))
     await publishing.confirm_publishes()
+    attempt = 0
     while True:
         reading = await session.channel()
         try:
             arrived = await _read(reading, queue)
+            begins()
             try:
                 return await _bring_all(arrived, reading, queue, publishing, shard_map, returned)
             finally:
@@ -70,7 +84,8 @@ async def _bring(session: Session, shard_map: ShardMap) -> int:
                 return 0
             if error.code != ACCESS_REFUSED or "exclusive use" not in error.text:
                 raise
-            await asyncio.sleep(_LOOK_AGAIN)
+            attempt += 1
+            await asyncio.sleep(_LOOK_AGAIN.pause(attempt, _random.random()))
         finally:
             # Gives back, in its place, what was not brought.
             await _in_time(reading.wait_closed())
@@ -116,7 +131,7 @@ async def _bring_all(
             if _is_end(message, queue):
                 at_end = at_end or message.properties.message_id == own
                 reading.ack(message.delivery_tag)
-            elif (why := _why_it_stays(message)) is not None:
+            elif (why := _why_it_stays(message, shard_map)) is not None:
                 logger.warning("a message in %r is not brought: %s", queue, why)
                 staying += 1
                 if staying == _AT_ONCE // 2:  # the broker gives no more than that at a time
@@ -145,9 +160,13 @@ async def _bring_all(
     return brought
 
 
-def _why_it_stays(message: Message) -> str | None:
+def _why_it_stays(message: Message, shard_map: ShardMap) -> str | None:
     if not is_text(message.routing_key):
         return "its key is not UTF-8"
+    copies = (message.properties.headers or {}).get("CC")
+    keys = [message.routing_key, *(copies if isinstance(copies, list) else ())]
+    if any(isinstance(key, str) and shard_map.leads_to_shard(key) for key in keys):
+        return "its key, or a copy's, is the name of a shard, which would store it too"
     try:
         forwarded(message.raw, "x" * MAX_NAME_BYTES)
     except (InvalidInput, Malformed) as error:

@@ -19,6 +19,7 @@ from tests.conformance.values import HANGS, Value
 class AioCaller(Caller):
     def __init__(self, url: str, wrap: Wrap, *, confirms: bool = False) -> None:
         super().__init__(url, wrap, confirms=confirms)
+        self._transaction: Any = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -205,7 +206,14 @@ class AioCaller(Caller):
 
     def begin_transaction(self) -> Value:
         async def work() -> Value:
-            return values.answer(await self.channel.transaction().select())
+            self._transaction = self.channel.transaction()
+            return values.answer(await self._transaction.select())
+
+        return self._ask(work)
+
+    def commit(self) -> Value:
+        async def work() -> Value:
+            return values.answer(await self._transaction.commit())
 
         return self._ask(work)
 

@@ -173,6 +173,9 @@ class BlockingCaller(Caller):
     def begin_transaction(self) -> Value:
         return self._ask(lambda: values.answer(self.channel.tx_select()))
 
+    def commit(self) -> Value:
+        return self._ask(lambda: values.answer(self.channel.tx_commit()))
+
     def declare_exchange(
         self,
         exchange: str,

@@ -145,6 +145,9 @@ class Caller(ABC):
     def begin_transaction(self) -> Value: ...
 
     @abstractmethod
+    def commit(self) -> Value: ...
+
+    @abstractmethod
     def declare_exchange(
         self,
         exchange: str,

@@ -199,6 +199,9 @@ class AsyncCaller(Caller):
     def begin_transaction(self) -> Value:
         return self._ask(lambda outcome: self.channel.tx_select(callback=_to(outcome)))
 
+    def commit(self) -> Value:
+        return self._ask(lambda outcome: self.channel.tx_commit(callback=_to(outcome)))
+
     def declare_exchange(
         self,
         exchange: str,

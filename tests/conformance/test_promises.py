@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -273,20 +273,58 @@ def test_what_was_sent_before_the_map_was_known_is_stored_before_what_comes_afte
 ) -> None:
     """The name is sharded no more, its exchange is still there, and then it is sharded again."""
     caller = app.caller(confirms=confirms)
-    shards = app.shards
     app.topology.forget(app.logical)
     assert app.topology.shard_map(app.logical) is None
-    for number in range(40):
-        caller.publish(Publication(app.logical, f"user-{number % 5}", f"{number}"))
+    publish(caller, app.logical, 0, 40)
     app.topology.ensure(app.logical)
-    for number in range(40, 80):
-        sent(caller, Publication(app.logical, f"user-{number % 5}", f"{number}"))
+    publish(caller, app.logical, 40, 80)
     caller.round_trip()
+    assert_stored_in_order(app, 80)
+
+
+@pytest.mark.parametrize("confirms", [True, False])
+def test_it_is_so_too_when_what_comes_after_is_sent_on_another_channel(
+    app: Application, confirms: bool
+) -> None:
+    """A thread whose channel was closed, by the broker perhaps, goes on with a new one."""
+    app.topology.forget(app.logical)
+    with ExitStack() as opened:
+        first = replace(app, opened=opened).caller(confirms=confirms)
+        publish(first, app.logical, 0, 40)
+        first.round_trip()
+    app.topology.ensure(app.logical)
+    second = app.caller(confirms=confirms)
+    publish(second, app.logical, 40, 80)
+    second.round_trip()
+    assert_stored_in_order(app, 80)
+
+
+def test_it_is_so_too_in_a_transaction(app: Application) -> None:
+    """What is published in it is kept or stored when it is committed, as the first of it."""
+    caller = app.caller()
+    caller.begin_transaction()
+    app.topology.forget(app.logical)
+    publish(caller, app.logical, 0, 20)
+    app.topology.ensure(app.logical)
+    publish(caller, app.logical, 20, 40)
+    assert app.stored() == []
+    caller.commit()
+    publish(caller, app.logical, 40, 60)
+    caller.commit()
+    assert_stored_in_order(app, 60)
+
+
+def publish(caller: Caller, logical: str, first: int, end: int) -> None:
+    for number in range(first, end):
+        sent(caller, Publication(logical, f"user-{number % 5}", f"{number}"))
+
+
+def assert_stored_in_order(app: Application, count: int) -> None:
     found = []
 
     def all_stored() -> bool:
-        found.extend(drain(app.cluster.nodes[0], shards))
-        return len(found) == 80
+        found.extend(app.stored())
+        return len(found) == count
 
     wait_until(all_stored, explain=lambda: f"{len(found)} stored")
     for key in {f"user-{n}" for n in range(5)}:

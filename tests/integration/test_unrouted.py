@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import pika
 import pytest
@@ -86,9 +88,39 @@ def test_several_who_bring_at_once_bring_each_message_once(
     logical = fresh_queue()
     shards = shard(topology, logical)
     publish_as_a_stranger(nodes.nodes[0], logical, [(f"user-{n}", b"%d" % n) for n in range(300)])
-    bringing = [bring_unrouted(topology, logical) for _ in range(4)]
-    assert sum(each.result(PATIENCE) for each in bringing) == 300
+    with ExitStack() as others:
+        processes = [
+            others.enter_context(topology_of(nodes, options=patient.TOPOLOGY)) for _ in range(4)
+        ]
+        bringing = [bring_unrouted(each, logical) for each in processes]
+        assert sum(each.result(PATIENCE) for each in bringing) == 300
     assert sorted(int(body) for _, _, body in drain(nodes.nodes[0], shards)) == list(range(300))
+
+
+def test_many_who_ask_at_once_are_served_by_one_who_waits(
+    nodes: Cluster, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every channel that published early comes to know of the map at the same moment."""
+    logical = fresh_queue()
+    shards = shard(topology, logical)
+    publish_as_a_stranger(nodes.nodes[0], logical, [("user-1", b"kept")])
+    opened = []
+    open_at = topology._plane.open_at
+
+    async def counted(node: Any) -> Any:
+        opened.append(node)
+        return await open_at(node)
+
+    monkeypatch.setattr(topology._plane, "open_at", counted)
+    with raw_channel(nodes.nodes[0]) as other:
+        other.basic_consume(unrouted(logical), lambda *_: None, exclusive=True)
+        bringing = [bring_unrouted(topology, logical) for _ in range(20)]
+        wait_until(lambda: opened)
+        bringing += [bring_unrouted(topology, logical) for _ in range(20)]
+    assert {each.result(PATIENCE) for each in bringing} == {1}
+    assert len(opened) == 1
+    assert bring_unrouted(topology, logical).result(PATIENCE) == 0
+    assert [body for _, _, body in drain(nodes.nodes[0], shards)] == [b"kept"]
 
 
 def test_what_no_shard_takes_stays_where_it_is(nodes: Cluster, topology: Topology) -> None:
@@ -128,6 +160,28 @@ def test_messages_that_can_not_be_sent_again_end_bringing_with_an_error(
         channel.basic_publish(logical, "user-1", b"kept behind them")
         topology.ensure(logical)
         channel.basic_publish(logical, "user-1", b"goes on")
+
+
+@pytest.mark.parametrize("by", ["key", "copy"])
+def test_what_would_reach_two_shards_by_a_name_of_theirs_stays_where_it_is(
+    nodes: Cluster, topology: Topology, by: str
+) -> None:
+    """Also by that of a shard which is in no map any more, and is bound all the same."""
+    logical = fresh_queue()
+    topology.set_policy(Policy.exactly(logical, 2, name=logical))
+    shards = [each.name for each in topology.ensure(logical).shard_map.shards]
+    topology.forget(logical)
+    shard(topology, logical)
+    with raw_channel(nodes.nodes[0]) as channel:
+        channel.confirm_delivery()
+        for number, name in enumerate(shards):
+            copies = pika.BasicProperties(headers={"CC": [name]} if by == "copy" else {})
+            channel.basic_publish(logical, name if by == "key" else "k", b"%d" % number, copies)
+        channel.basic_publish(logical, "user-1", b"brought")
+    assert bring_unrouted(topology, logical).result(PATIENCE) == 1
+    assert [body for _, _, body in drain(nodes.nodes[0], shards)] == [b"brought"]
+    kept = drain(nodes.nodes[0], [unrouted(logical)])
+    assert [body for _, _, body in kept] == [b"%d" % number for number in range(len(shards))]
 
 
 def test_exchange_that_is_deleted_and_made_again_keeps_its_net(
