@@ -140,7 +140,10 @@ def workers(cluster: Cluster, environment: StreamEnvironment, tmp_path: Path) ->
             workers.close()
 
 
-@pytest.mark.twin("tests/holes/test_stream_takeovers.py has one takeover")
+@pytest.mark.twin(
+    "holes/test_stream_takeovers.py::"
+    "test_who_takes_over_misses_nothing_though_next_means_another_place_by_then"
+)
 @pytest.mark.timeout(SECONDS + 3 * PATIENCE)
 def test_nothing_is_skipped_whatever_happens_to_single_active_consumers(
     environment: StreamEnvironment, workers: Workers
