@@ -41,7 +41,7 @@ _NOT_FOUND = 404
 _AT_ONCE = 200
 _LAST_WORDS = 5.0
 # Each look at a lock that is taken costs the broker a channel and an error in its log.
-_LOOK_AGAIN = Backoff(first=0.05, longest=1.0)
+_LOOK_AGAIN = Backoff(first=0.05, longest=0.25)
 _random = random.Random()  # its own, so that nobody else's sequence of numbers changes
 _END = "warren.end"
 
