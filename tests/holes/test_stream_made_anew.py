@@ -39,6 +39,8 @@ def make_anew(environment: StreamEnvironment, stream: str) -> None:
 def test_consumer_says_that_it_is_another_stream(
     environment: StreamEnvironment, offset: str, length: int
 ) -> None:
+    if length < 1000 and environment.server_version < (3, 11):
+        pytest.skip("3.10 does not say how long a log is: it is noticed when recovery_timeout ends")
     with stream_in(environment) as stream:
         publish(environment, stream, numbers(b"old", 1000))
         found: list[bytes] = []
