@@ -463,11 +463,12 @@ class BlockingPort:
         channel.basic_publish(
             "", "warren.nobody", b"", pika.BasicProperties(reply_to=REPLY_TO), mandatory=True
         )
-        try:
-            self._confirms.wait_until(lambda: bool(returned))
-        finally:
-            if channel.is_open:
-                channel.close()
+        self._confirms.wait_until(lambda: bool(returned))
+        # Gone before the application goes on: `BlockingConnection.close()` fails at a channel that
+        # ends while it waits for another. One that got no answer is left to it, open.
+        if channel.is_open:
+            channel.close()
+        self._confirms.wait_until(lambda: bool(channel.is_closed))
         return returned[0]
 
 

@@ -20,6 +20,7 @@ from pika.adapters.blocking_connection import BlockingConnection
 from pika.exceptions import AMQPError
 
 from interceptors import AioShardedChannel, ShardedChannel
+from interceptors.call_order import at_once
 from sharding import OutcomeUnknown, Policy, ShardMap, ShardUnavailable, Topology
 from sharding.maps.naming import shards_exchange
 from tests.cluster import Cluster, Node, wait_until
@@ -228,3 +229,13 @@ def test_a_broker_that_stops_reading_holds_up_no_consumer_for_ever(
         connection.close()
     assert not still
     assert [type(error) for error in raised] == [OutcomeUnknown]
+
+
+def test_a_connection_can_be_closed_as_soon_as_its_node_has_said_which_one_it_is(
+    connection: BlockingConnection, topology: Topology
+) -> None:
+    """pika's `close()` fails at a channel that ends while it waits for another (12 of 150)."""
+    channel = ShardedChannel(connection.channel(), topology, confirm_timeout=PATIENCE)
+    assert at_once(channel._calls.port.reply_to())
+    inner: Any = connection
+    assert list(inner._impl._channels) == [channel.channel_number]
