@@ -98,18 +98,24 @@ def chunk_at(client: StreamClient, stream: str, offset: int, timeout: float) -> 
     """
     end = _FirstChunk(threading.Condition())
     number = client.attach_subscriber(end, stream)
+    spec, named = OffsetSpec.at(offset), {"name": PROBE_NAME}
+    leave = Unsubscribe(number)
     try:
-        spec, named = OffsetSpec.at(offset), {"name": PROBE_NAME}
         client.call(Subscribe(number, stream, spec, credit=1, properties=named), timeout=timeout)
-        client.call(Metadata((stream,)), timeout=timeout)
-        found = end.header() if end.settled else None
-        # A node that is behind may begin with the last one it has.
-        return found if found is not None and found.end_offset > offset else None
+        # Also the request before whose answer the chunk comes, if there is one: Metadata is not
+        # answered for a minute while another node hangs.
+        client.call(leave, timeout=max(0.1, timeout))
+    except WarrenError:
+        if end.lost is None:
+            with suppress(WarrenError):  # it may have been heard all the same
+                client.call(leave, timeout=max(0.1, timeout))
+        raise
     finally:
         if end.lost is None:
-            with suppress(WarrenError):
-                client.call(Unsubscribe(number), timeout=max(0.1, timeout))
             client.detach_subscriber(number)
+    found = end.header() if end.settled else None
+    # A node that is behind may begin with the last one it has.
+    return found if found is not None and found.end_offset > offset else None
 
 
 def leader_ends(access: Access, stream: str, timeout: float) -> Ends | None:
