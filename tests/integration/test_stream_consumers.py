@@ -153,8 +153,9 @@ def test_closed_consumer_ends_the_iteration_of_another_thread(
 
 
 def publish_chunks(environment: StreamEnvironment, stream: str, first: int, end: int) -> None:
-    """A hundred messages at a time, each confirmed before the next: so in a chunk of their own."""
-    with environment.producer(stream) as producer:
+    """A hundred messages at a time in one entry, which no broker divides, each confirmed before
+    the next: so in a chunk of their own."""
+    with environment.producer(stream, sub_entry_messages=100) as producer:
         for start in range(first, end, 100):
             producer.send_many(numbers(start, start + 100))
             producer.flush(timeout=PATIENCE).raise_for_failures()
