@@ -66,7 +66,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
-        twins = [item for item in items if item.get_closest_marker("twin")]
+        chosen = config.getoption("--broker-version")
+        twins = [item for item in items if _is_twin(item, chosen)]
         config.hook.pytest_deselected(items=twins)
         items[:] = [item for item in items if item not in twins]
     wants_docker = [item for item in items if item.get_closest_marker("docker")]
@@ -74,6 +75,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = pytest.mark.skip(reason="no Docker engine answers on this machine")
         for item in wants_docker:
             item.add_marker(reason)
+
+
+def _is_twin(item: pytest.Item, chosen: str) -> bool:
+    """Whether a mark says so: everywhere, or `on` the version that comes second here."""
+    call = getattr(item, "callspec", None)
+    runs_on = call.params.get("any_version") if call else None
+    versions = [mark.kwargs.get("on") for mark in item.iter_markers("twin")]
+    return None in versions or (runs_on != chosen and runs_on in versions)
 
 
 class _Order:
@@ -91,9 +100,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByGroup
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[POOL] = Pool.join() if is_worker(config) else Pool.open()
     config.pluginmanager.register(_Order())
     config.pluginmanager.register(run_report)
-    config.stash[POOL] = Pool.join() if is_worker(config) else Pool.open()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

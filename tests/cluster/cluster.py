@@ -244,12 +244,16 @@ class Cluster:
 
     def a_running_node(self) -> Node:
         """The first one that answers; if none does for the moment, it is waited for."""
-        wait_until(lambda: self.running_nodes(), explain=lambda: f"no node of {self} answers")
-        return next(iter(self.running_nodes()), self.nodes[0])
+        answering = wait_until(
+            lambda: next((node for node in self.nodes if serves(node.endpoint)), None),
+            explain=lambda: f"no node of {self} answers",
+        )
+        assert answering is not None
+        return answering
 
     def running_nodes(self) -> list[Node]:
         """Those that answer soon: one that is held up is left out, too."""
-        return [node for node in self.nodes if node.driver.running() and serves(node.endpoint)]
+        return [node for node in self.nodes if serves(node.endpoint)]
 
     def add_node(self) -> Node:
         """Add a node to the running cluster and wait until all agree that it is a member."""
@@ -292,12 +296,15 @@ class Cluster:
 
     def wait_until_whole(self, timeout: float = BOOT_TIMEOUT, progress: Progress = silent) -> None:
         """Wait until every node runs, all listeners answer, and all agree on the members."""
-        began = time.monotonic()
-        while unready := [node for node in self.nodes if not self._is_ready(node)]:
+        began, looked = time.monotonic(), 0.0
+        while unready := self._unready():
             waited = time.monotonic() - began
             ready = len(self.nodes) - len(unready)
             progress(f"{self.name}: {ready} of {len(self.nodes)} nodes ready after {waited:.0f} s")
-            dead = [node for node in unready if not node.driver.running()]
+            dead: list[Node] = []
+            if waited > looked + 1:  # not each time: all processes of the machine are looked at
+                looked = waited
+                dead = [node for node in unready if not node.driver.running()]
             if dead or waited > timeout:
                 node = (dead or unready)[0]
                 reason = "has ended" if dead else f"is not ready after {timeout:g} s"
@@ -305,18 +312,26 @@ class Cluster:
             time.sleep(0.2)
         progress(f"{self.name}: all {len(self.nodes)} nodes ready")
 
-    def _is_ready(self, node: Node) -> bool:
+    def _unready(self) -> list[Node]:
+        """Those that do not serve yet; where all do, those that do not agree with the others.
+
+        While a node boots, the others are left alone: what they are asked takes the work of all.
+        """
+        return (
+            # A virtual host that is made before is not made on this node, and 3.10 says so after
+            # a minute: 500 timeout.
+            [node for node in self.nodes if not node.driver.has_booted()]
+            or [node for node in self.nodes if not serves(node.endpoint)]
+            or [node for node in self.nodes if not self._agrees(node)]
+        )
+
+    def _agrees(self, node: Node) -> bool:
+        """Whether it sees all members and no others."""
         members = _members(node.management)
         running = {member["name"] for member in members if member.get("running")}
         parted = any(member.get("partitions") for member in members)
         return (
-            running == self._expected
-            and not parted
-            and serves(node.endpoint)
-            and _listed(node.management) >= self._expected
-            # A virtual host that is made before is not made on this node, and 3.10 says so after
-            # a minute: 500 timeout.
-            and node.driver.has_booted()
+            running == self._expected and not parted and _listed(node.management) >= self._expected
         )
 
     def _node(self, endpoint: Endpoint) -> Node:

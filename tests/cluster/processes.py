@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+from io import FileIO
 from pathlib import Path
 
 MARK = "WARREN_CLUSTER_PART"
@@ -18,16 +19,28 @@ MARK = "WARREN_CLUSTER_PART"
 
 def marked(folder: Path) -> list[int]:
     """The living processes that belong to `folder` or to a folder below it."""
-    exact = f"{MARK}={folder}".encode()
-    return [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit()
-        and any(item == exact or item.startswith(exact + b"/") for item in _environment(entry))
+    return [pid for pid, _ in parts_below(folder)]
+
+
+def parts_below(folder: Path) -> list[tuple[int, Path]]:
+    """Those processes, each with the folder that it belongs to.
+
+    While a node boots this is asked several times a second, of every process of the machine, so
+    files are read without detours.
+    """
+    mark = f"{MARK}=".encode()
+    below = mark + os.fsencode(folder)
+    found = [
+        (int(entry.name), Path(os.fsdecode(item.removeprefix(mark))))
+        for entry in os.scandir("/proc")
+        if entry.name.isdigit() and below in (environment := _environment(entry.path))
+        for item in environment.split(b"\0")
+        if item.startswith(below)
     ]
+    return [(pid, part) for pid, part in found if part.is_relative_to(folder)]
 
 
-def _environment(process: Path) -> list[bytes]:
+def _environment(process: str) -> bytes:
     """The environment of a process; empty if it ended, or is not ours to read.
 
     One that execs meanwhile seems to have none, or half of one, for some milliseconds where the
@@ -38,19 +51,23 @@ def _environment(process: Path) -> list[bytes]:
     try:
         while True:
             end = _end_of_environment(process)
-            content = (process / "environ").read_bytes()
-            if end and end == _end_of_environment(process):
-                return content.split(b"\0")
-            (process / "exe").readlink()
+            content = _read(f"{process}/environ")
+            if end != b"0" and end == _end_of_environment(process):
+                return content
+            Path(f"{process}/exe").readlink()
             time.sleep(0.001)
     except OSError:
-        return []
+        return b""
 
 
-def _end_of_environment(process: Path) -> int:
+def _end_of_environment(process: str) -> bytes:
     """`env_end` of proc(5), which is 0 while a process has none yet."""
-    after_name = (process / "stat").read_text().rpartition(")")[2].split()
-    return int(after_name[51 - 3])
+    return _read(f"{process}/stat").rpartition(b")")[2].split()[51 - 3]
+
+
+def _read(path: str) -> bytes:
+    with FileIO(path) as file:
+        return file.readall()
 
 
 def send(folder: Path, number: signal.Signals) -> int:
@@ -100,7 +117,9 @@ def spawn(argv: list[str], environment: dict[str, str], folder: Path, log: Path)
     """Start a marked process that outlives this one; its output goes to `log`.
 
     The shell in between ends at once, so that the process is init's child and not ours: there is
-    no zombie to reap when it dies.
+    no zombie to reap when it dies. Its process group is its own, so that Ctrl-C does not reach it,
+    but not its session: Linux deals cores out to sessions first (sched_autogroup), and `nice` would
+    say nothing about processes of another one.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
@@ -111,24 +130,32 @@ def spawn(argv: list[str], environment: dict[str, str], folder: Path, log: Path)
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
             check=True,
         )
 
 
+def worked(pid: int, *, with_ended_children: bool = False) -> float:
+    """The seconds that a process had a core."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    last = 17 if with_ended_children else 15  # fields 14 to 17 of proc(5)
+    ticks = sum(map(int, after_name[14 - 3 : last - 3 + 1]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def identity() -> list[int]:
     """This process as an owner: pids are used again, a pid with its start time is not."""
-    return [os.getpid(), _start_time(os.getpid())]
+    return [os.getpid(), started_at(os.getpid())]
 
 
 def alive(pid: int, start_time: int) -> bool:
     try:
-        return _start_time(pid) == start_time
+        return started_at(pid) == start_time
     except OSError:
         return False
 
 
-def _start_time(pid: int) -> int:
+def started_at(pid: int) -> int:
     # Field 22; the second field, the name in parentheses, may hold spaces.
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 

@@ -17,6 +17,7 @@ from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.spark.stored import reach, super_stream
 from tests.spark.submitted import ROWS
+from tests.support.spark_home import spark_home
 
 pytestmark = pytest.mark.cluster
 
@@ -51,7 +52,8 @@ def archive(tmp_path: Path) -> Path:
 def test_a_zip_is_enough_where_warren_is_not_installed(
     cluster: Cluster, environment: StreamEnvironment, interpreter: Path, archive: Path
 ) -> None:
-    (home,) = interpreter.parent.parent.glob("lib/python*/site-packages/pyspark")
+    home = spark_home()
+    assert home is not None
     variables = {
         **os.environ,
         "SPARK_HOME": str(home),

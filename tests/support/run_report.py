@@ -1,5 +1,5 @@
-"""What a run tells its developer: which tests took the time, what each boot cost, and where the
-logs of a failure lie.
+"""What a run tells its developer: which tests took the time, who worked for how long, what each
+boot cost, and where the logs of a failure lie.
 
 A run that boots more clusters than the pool has fails, and says which test asked: a test that boots
 its own costs everybody half a minute for ever.
@@ -13,7 +13,6 @@ import shutil
 from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
-from heapq import nlargest
 from operator import itemgetter
 from pathlib import Path
 
@@ -22,17 +21,21 @@ import pytest
 from tests.cluster import Cluster, boots, folders
 from tests.cluster.pool import Pool
 from tests.machine import PROJECT
-from tests.support import scheduling
+from tests.support import scheduling, work
 
 POOL = pytest.StashKey[Pool]()
+BROKERS = pytest.StashKey[work.Brokers]()
 FAILURES = PROJECT / ".failures"
 
 _TAIL = 1_000_000
 _RECORDS = 20_000
-_LONGEST = 5
+_LONGEST = 12
+_WORK = "seconds of work"
 
 _seconds: dict[str, float] = defaultdict(float)
 """How long each test took, with what was made ready for it."""
+_worked: dict[str, float] = defaultdict(float)
+"""How much of a core the process of each test, and what it started, took meanwhile."""
 
 
 class _Recent(logging.Handler):
@@ -50,6 +53,21 @@ class _Recent(logging.Handler):
 _recent = _Recent()
 
 
+class _Meter:
+    """What this process has worked since the last reading."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+
+    def read(self) -> float:
+        now = work.done_here()
+        since, self._before = now - self._before, now
+        return max(since, 0.0)  # less, if something it started was left to init
+
+
+_meter = _Meter()
+
+
 def is_worker(config: pytest.Config) -> bool:
     """Whether this is one of the processes that a run has for its tests."""
     return hasattr(config, "workerinput")
@@ -58,7 +76,17 @@ def is_worker(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if not is_worker(config):
         shutil.rmtree(FAILURES, ignore_errors=True)
+        config.stash[BROKERS] = work.Brokers(f"{config.stash[POOL].name}-")
     logging.getLogger("warren").addHandler(_recent)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not is_worker(config):
+        config.stash[BROKERS].close()
+
+
+def pytest_runtest_logstart() -> None:
+    _meter.read()
 
 
 def pytest_runtest_setup() -> None:
@@ -70,6 +98,7 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    report.user_properties.append((_WORK, _meter.read()))
     if report.failed:
         folder = FAILURES / re.sub(r"[^\w.-]+", "-", item.nodeid)
         pool = item.config.stash[POOL]
@@ -97,6 +126,9 @@ def keep_logs(folder: Path, clusters: Iterable[Cluster]) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _seconds[report.nodeid] += report.duration
+    for name, value in report.user_properties:
+        if name == _WORK and isinstance(value, float):
+            _worked[report.nodeid] += value
 
 
 @pytest.hookimpl(trylast=True)
@@ -107,10 +139,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     pool = terminalreporter.config.stash[POOL]
+    brokers = terminalreporter.config.stash[BROKERS]
     if _seconds:
+        group_of = scheduling.groups(pool)
+        worked = dict(by_group(_worked, group_of))
         terminalreporter.section("longest groups: no run is shorter than its longest")
-        for group, seconds in longest_groups(_seconds, scheduling.groups(pool)):
-            terminalreporter.line(f"{seconds:5.0f} s  {group}")
+        for group, seconds in by_group(_seconds, group_of)[:_LONGEST]:
+            terminalreporter.line(f"{seconds:5.0f} s, {worked[group]:4.0f} s of work  {group}")
+        terminalreporter.section("work: no run is shorter than all of it on all cores")
+        for who, seconds in who_worked(_worked, brokers.by_cluster()):
+            terminalreporter.line(f"{seconds:5.0f} s  {who}")
     if not (booted := boots.noted()):
         return
     terminalreporter.section("clusters booted")
@@ -126,14 +164,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(complaint, red=True)
 
 
-def longest_groups(
-    seconds: Mapping[str, float], group_of: Mapping[str, str]
-) -> list[tuple[str, float]]:
-    """The groups whose tests, which run one after the other, took the longest."""
+def by_group(seconds: Mapping[str, float], group_of: Mapping[str, str]) -> list[tuple[str, float]]:
+    """What the tests of each group, which run one after the other, took; the most first."""
     took: dict[str, float] = defaultdict(float)
     for test, each in seconds.items():
         took[group_of[test]] += each
-    return nlargest(_LONGEST, took.items(), key=itemgetter(1))
+    return sorted(took.items(), key=itemgetter(1), reverse=True)
+
+
+def who_worked(tests: Mapping[str, float], brokers: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Folders of tests and clusters, the most work first, and all of it."""
+    total: dict[str, float] = defaultdict(float)
+    for test, seconds in tests.items():
+        total["/".join(test.split("/")[:2])] += seconds
+    for cluster, seconds in brokers.items():
+        total[f"brokers: {cluster}"] += seconds
+    return [
+        *sorted(total.items(), key=itemgetter(1), reverse=True),
+        ("in all", sum(total.values())),
+    ]
 
 
 def too_many(pool: Pool) -> list[str]:

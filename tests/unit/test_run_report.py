@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,9 @@ import pytest
 
 from tests.cluster import Cluster, boots
 from tests.cluster.pool import Discarded, Pool
-from tests.support.run_report import keep_logs, longest_groups, too_many
+from tests.cluster.waiting import wait_until
+from tests.support import work
+from tests.support.run_report import by_group, keep_logs, too_many, who_worked
 
 
 @dataclass
@@ -75,7 +80,33 @@ def test_cluster_that_a_fixture_could_not_make_ready_is_one_whose_logs_are_kept(
 def test_groups_are_told_by_what_all_their_tests_took() -> None:
     group_of = {"a": "harm", "b": "harm", "c": "spark", "d": "unit/x.py"}
     seconds = {"a": 2.0, "b": 3.0, "c": 4.0, "d": 0.5}
-    assert longest_groups(seconds, group_of) == [("harm", 5.0), ("spark", 4.0), ("unit/x.py", 0.5)]
+    assert by_group(seconds, group_of) == [("harm", 5.0), ("spark", 4.0), ("unit/x.py", 0.5)]
+
+
+def test_work_is_told_by_folder_and_by_cluster() -> None:
+    tests = {"tests/unit/x.py::a": 1.0, "tests/unit/maps/y.py::b": 2.0, "tests/spark/z.py::c": 5.0}
+    assert who_worked(tests, {"healthy-4.0": 4.0}) == [
+        ("tests/spark", 5.0),
+        ("brokers: healthy-4.0", 4.0),
+        ("tests/unit", 3.0),
+        ("in all", 12.0),
+    ]
+
+
+def test_work_of_a_child_counts_while_it_runs_and_after() -> None:
+    def worked() -> float:
+        return work.done_here() - before
+
+    before = work.done_here()
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        here = time.process_time()
+        wait_until(lambda: worked() - (time.process_time() - here) > 0.1)
+    finally:
+        busy.kill()
+        at_the_end = worked()
+        busy.wait()
+    assert worked() >= at_the_end
 
 
 def test_logs_are_kept_whatever_they_hold(tmp_path: Path) -> None:
