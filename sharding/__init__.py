@@ -4,6 +4,7 @@ from sharding.cluster.topology import Topology, TopologyOptions
 from sharding.errors import (
     InvalidInput,
     LocalError,
+    MissingRight,
     OutcomeUnknown,
     RemoteError,
     ShardUnavailable,
@@ -28,6 +29,7 @@ __all__ = [
     "InvalidInput",
     "Key",
     "LocalError",
+    "MissingRight",
     "Node",
     "OnUnavailable",
     "OutcomeUnknown",

@@ -51,6 +51,10 @@ class Unreachable(RemoteError):
     """No broker could be connected to, or the connection was lost before anything was sent."""
 
 
+class MissingRight(RemoteError):
+    """The user lacks a permission of the broker, which the message names; nothing was stored."""
+
+
 class TryLater(LocalError):
     """Refused for now: nothing was sent, and the same call may be made again."""
 

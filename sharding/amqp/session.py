@@ -206,6 +206,9 @@ ACCESS_REFUSED = 403
 """A right is missing, or a queue is in exclusive use by another."""
 PRECONDITION_FAILED = 406
 """It is there, and something else."""
+NOT_FOUND = 404
+NO_ROUTE = 312
+"""A message that had to reach a queue reached none, and came back."""
 
 
 class Refused(RemoteError):
@@ -233,6 +236,8 @@ class Message:
     redelivered: bool = False
     raw: bytes = b"\0\0"
     """The properties as they came, whatever becomes of `properties` in other hands."""
+    exchange: str = ""
+    """Through which exchange it came, by the broker's word."""
 
 
 class Channel:
@@ -248,6 +253,10 @@ class Channel:
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the channel is closed, with the reason."""
         channel.add_on_close_callback(self._on_close)
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._channel.is_open)
 
     @property
     def room_for_properties(self) -> int:
@@ -348,7 +357,8 @@ class Channel:
         def deliver(_: Any, method: Any, properties: ReceivedProperties, body: bytes) -> None:
             tag, key = method.delivery_tag, method.routing_key
             raw = properties.raw
-            on_message(Message(body, properties, tag, key, method.redelivered, raw))
+            exchange = method.exchange
+            on_message(Message(body, properties, tag, key, method.redelivered, raw, exchange))
 
         self._channel.add_on_cancel_callback(lambda _: self.close())
 
@@ -392,17 +402,23 @@ class Channel:
             self._channel.basic_publish(exchange, routing_key, body, properties)
 
     async def publish_mandatory(
-        self, routing_key: str, body: bytes, properties: pika.BasicProperties
+        self,
+        routing_key: str,
+        body: bytes,
+        properties: pika.BasicProperties,
+        *,
+        exchange: str = "",
     ) -> bool:
-        """Publish to the queue of this name; `Refused` (312) if there is none.
+        """Publish to the queue of this name, or through an exchange; `Refused` (312) if there is
+        no queue.
 
         One at a time on a channel: a confirm may stand for several messages, so a return could not
         be told from that of another one.
         """
         self._returned = None
-        stored = await self.publish("", routing_key, body, properties, mandatory=True)
+        stored = await self.publish(exchange, routing_key, body, properties, mandatory=True)
         if self._returned is not None:
-            raise Refused(312, self._returned)
+            raise Refused(NO_ROUTE, self._returned)
         return stored
 
     async def publish(

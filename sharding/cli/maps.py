@@ -135,16 +135,18 @@ def watch(
     url: Urls = LOCAL_BROKER,
     management: ManagementUrls = [],  # noqa: B006
 ) -> None:
-    """Follow nodes that join, leave, fall and return, until interrupted."""
+    """Follow nodes that join, leave, fall and return, and bring what is unrouted to its shards,
+    until interrupted."""
     with connected(url, management) as topology:
         known = dict(topology.state.maps)
+        fruitless: dict[str, int] = {}  # how many there were when none of them could be brought
         typer.echo(f"watching {', '.join(sorted(known)) or 'for logical queues'}")
         while True:
             try:
                 for ensured in topology.ensure_all():
                     name = ensured.shard_map.logical
-                    if ensured.made_again:
-                        _bring(topology, name)
+                    if ensured.made_again or ensured.kept != fruitless.get(name, 0):
+                        fruitless[name] = 0 if _bring(topology, name) else ensured.kept
                     if known.get(name) != ensured.shard_map:
                         report(ensured, known.get(name))
                         known[name] = ensured.shard_map
@@ -153,10 +155,11 @@ def watch(
             time.sleep(interval)
 
 
-def _bring(topology: Topology, logical: str) -> None:
+def _bring(topology: Topology, logical: str) -> int:
     brought = topology.result(bring_unrouted(topology, logical))
     if brought:
         typer.echo(f"  {brought} messages that were unrouted are in their shards now")
+    return brought
 
 
 def report(ensured: Ensured, before: Any = None) -> None:

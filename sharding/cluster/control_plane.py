@@ -14,15 +14,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import pika
 
 from sharding.amqp.addresses import connection_parameters, same_but_at
-from sharding.amqp.session import Declared, Refused, Session
+from sharding.amqp.session import ACCESS_REFUSED, Declared, Refused, Session
 from sharding.backoff import Backoff
 from sharding.cluster.management import ClusterView
 from sharding.cluster.stream_log import Listener, LogFollower
-from sharding.errors import RemoteError, Unreachable, WarrenError, reason
+from sharding.errors import MissingRight, RemoteError, Unreachable, WarrenError, reason
 from sharding.maps.map_log import State
 from sharding.maps.planning import Member
 from sharding.maps.shard_map import Address, Node, Shard, ShardMap
@@ -142,7 +143,7 @@ class ControlPlane:
         try:
             async with asyncio.timeout(self.options.connect_timeout):
                 await self.log.attach(session)
-                await self.log.catch_up(session)
+                await self.log.catch_up(self.options.connect_timeout)
         except BaseException as error:
             await session.close()
             if isinstance(error, TimeoutError) and self.log.refused is not None:
@@ -159,13 +160,12 @@ class ControlPlane:
         logger.info("the map log is followed through %s", session.where)
         try:
             while True:
-                pause = self.options.poll_interval * _random.uniform(0.8, 1.0)
-                await asyncio.wait([session.lost], timeout=pause)
+                await self._pause(session)
                 if session.lost.done():
                     self.problem = session.lost.result()
                     return
                 if self._has_log:
-                    await self.refresh(session)
+                    await self.refresh()
         except Exception as error:  # see _follow
             self._note_problem(error)
         finally:
@@ -173,9 +173,20 @@ class ControlPlane:
             self.counts["disconnects"] += 1
             await session.close()
 
-    async def refresh(self, session: Session) -> None:
-        async with asyncio.timeout(self.options.connect_timeout):
-            await self.log.catch_up(session)
+    async def _pause(self, session: Session) -> None:
+        """Wait until it is time to look at the log again, at once if its reading was ended."""
+        pause = self.options.poll_interval * _random.uniform(0.8, 1.0)
+        interrupted: asyncio.Future[Any] = asyncio.ensure_future(self.log.interrupted.wait())
+        try:
+            await asyncio.wait(
+                [session.lost, interrupted], timeout=pause, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            interrupted.cancel()
+
+    async def refresh(self) -> None:
+        """Read the log to its end."""
+        await self.log.catch_up(self.options.connect_timeout)
         self.validated_at = time.monotonic()
         self.counts["refreshes"] += 1
 
@@ -188,10 +199,13 @@ class ControlPlane:
             while True:
                 session = await self.connected()
                 if await self._is_current(session):
-                    proposed = await step(self.log.state)
+                    state = self.log.state
+                    proposed = await step(state)
                     try:
-                        if proposed is None or await self.log.append(proposed):
+                        if proposed is None or await self.log.append(state, proposed):
                             return self.log.state
+                    except MissingRight:
+                        raise
                     except RemoteError as error:
                         # The record may have been stored; reading on will show it.
                         logger.info("a change of the map log went wrong, trying again: %s", error)
@@ -200,7 +214,7 @@ class ControlPlane:
     async def _is_current(self, session: Session) -> bool:
         """Read the log to its end; a node that can't, because it lost its replica, is left."""
         try:
-            await self.refresh(session)
+            await self.refresh()
         except (RemoteError, TimeoutError) as error:
             self.problem = reason(error)
             await session.close()
@@ -270,21 +284,28 @@ class ControlPlane:
         known = [place for node in nodes.values() for place in self.parameters_for(node)]
         places = {(place.host, place.port): place for place in [*self.given, *known]}
         for (host, port), parameters in places.items():
-            with suppress(RemoteError, TimeoutError):
-                session = await Session.open(parameters, self.options.answer_timeout)
-                try:
-                    async with asyncio.timeout(self.options.answer_timeout):
-                        token = await session.reply_token()
-                finally:
-                    await session.close()
-                node = by_token.get(token)
-                if node is None:
-                    name = f"rabbit@{host}"
-                    if name in members:  # several nodes on one host
-                        name = f"rabbit-{port}@{host}"
-                    node = by_token[token] = Node(name, (Address(str(host), int(port)),), token)
-                members[node.name] = Member(node, running=True)
+            try:
+                token = await self._token_at(parameters)
+            except (RemoteError, TimeoutError) as error:
+                if isinstance(error, Refused) and error.code == ACCESS_REFUSED:
+                    raise  # it runs, and nobody may take it for one that is down
+                continue
+            node = by_token.get(token)
+            if node is None:
+                name = f"rabbit@{host}"
+                if name in members:  # several nodes on one host
+                    name = f"rabbit-{port}@{host}"
+                node = by_token[token] = Node(name, (Address(str(host), int(port)),), token)
+            members[node.name] = Member(node, running=True)
         return [members[name] for name in sorted(members)]
+
+    async def _token_at(self, parameters: pika.ConnectionParameters) -> str:
+        session = await Session.open(parameters, self.options.answer_timeout)
+        try:
+            async with asyncio.timeout(self.options.answer_timeout):
+                return await session.reply_token()
+        finally:
+            await session.close()
 
     def _known_nodes(self) -> list[Node]:
         return [node for shard_map in self.log.state.maps.values() for node in shard_map.nodes]

@@ -99,8 +99,6 @@ class TopologyFutures:
         plane = self._plane
         deadline = self._loop.time() + timeout
         while plane.validated_at is None:
-            if plane.log.failure is not None:
-                raise plane.log.failure
             if plane.denied:
                 raise Unreachable(f"every broker refuses this user: {plane.problem}")
             if self._loop.time() > deadline:
@@ -113,7 +111,8 @@ class TopologyFutures:
 
     async def _refresh(self) -> None:
         if self._has_log:
-            await self._plane.refresh(await self._plane.connected())
+            await self._plane.connected()
+            await self._plane.refresh()
 
     def on_connection(self, logical: str, work: Work[T]) -> Future[T]:
         """What `work` makes of a connection of its own and the newest map of a name.
@@ -212,20 +211,10 @@ class TopologyFutures:
 
     def _answer_of(self, asked: Future[T]) -> Future[T]:
         """The future to hand out. `asked` itself never ends if the loop is stopped before it."""
-        answer: Future[T] = Future()
+        answer = same_answer(asked)
         self._asked.add(answer)
-
-        def done(ended: Future[T]) -> None:
-            self._asked.discard(answer)
-            if ended.cancelled():
-                _fail(answer, Unreachable("the topology was closed"))
-            elif (error := ended.exception()) is not None:
-                _fail(answer, error)
-            else:
-                _answer(answer, lambda: answer.set_result(ended.result()))
-
+        answer.add_done_callback(self._asked.discard)
         answer.add_done_callback(lambda given: asked.cancel() if given.cancelled() else None)
-        asked.add_done_callback(done)
         if self._closed:  # by another thread, a moment ago
             self.close()
         return answer
@@ -248,9 +237,26 @@ class TopologyFutures:
                 f"no broker was reached within {timeout:g} s, and nothing was sent: "
                 f"{self._plane.problem}"
             )
-        return OutcomeUnknown(
-            f"no answer within {timeout:g} s ({self._plane.problem}); it may take effect yet"
-        )
+        why = self._plane.problem
+        if self._plane.session is not None:
+            why = "the broker is connected and silent, as to a change while it has an alarm on"
+        return OutcomeUnknown(f"no answer within {timeout:g} s ({why}); it may take effect yet")
+
+
+def same_answer(asked: Future[T]) -> Future[T]:
+    """A future that ends as another one does, and whose waiter may give up by himself."""
+    answer: Future[T] = Future()
+
+    def done(ended: Future[T]) -> None:
+        if ended.cancelled():
+            _fail(answer, Unreachable("the topology was closed"))
+        elif (error := ended.exception()) is not None:
+            _fail(answer, error)
+        else:
+            _answer(answer, lambda: answer.set_result(ended.result()))
+
+    asked.add_done_callback(done)
+    return answer
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:

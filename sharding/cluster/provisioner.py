@@ -34,8 +34,15 @@ from typing import Any
 from sharding.amqp.session import Channel, Refused, Session
 from sharding.cluster.control_plane import ControlPlane
 from sharding.cluster.management import NoAnswer
-from sharding.errors import InvalidInput, LocalError, RemoteError, Unreachable, reason
-from sharding.maps.map_log import State
+from sharding.errors import (
+    InvalidInput,
+    LocalError,
+    RemoteError,
+    Unreachable,
+    UnsupportedFormat,
+    reason,
+)
+from sharding.maps.map_log import MAP, POLICY, Entry, State
 from sharding.maps.naming import (
     REFUSED,
     SHARDS_KEY,
@@ -66,6 +73,9 @@ class Ensured:
     made_again: bool = False
     """The exchange was gone and is there again. What was published to it between its declaration
     and its binding, by whoever knew the map too, is kept, and has to be brought to its shards."""
+    kept: int = 0
+    """How many messages are kept as unrouted: strangers', and what came while a manager that has
+    ended was in the middle of making the exchange again."""
 
 
 class Forgotten(LocalError):
@@ -87,6 +97,7 @@ class Manager:
         self._notes: list[str] = []
         self._sharded: str | None = None
         self._made_again = False
+        self._kept = 0
 
     async def ensure(
         self, logical: str, found: Sequence[Shard] = (), *, only_sharded: bool = False
@@ -123,6 +134,7 @@ class Manager:
             state.maps.get(logical, result[0]),
             tuple(dict.fromkeys(self._notes)),
             self._made_again,
+            self._kept,
         )
 
     async def _is_whole(self, logical: str) -> bool:
@@ -142,7 +154,7 @@ class Manager:
         whether all is there; here it is the other way round. So one of the two sees the other.
         """
         session = await self._plane.connected()
-        await self._plane.refresh(session)
+        await self._plane.refresh()
         if logical in self._plane.log.state.maps:  # somebody shards it again
             return
         kept = unrouted(logical)
@@ -155,12 +167,13 @@ class Manager:
             logger.info("%r stays: %s", kept, error.text)
         finally:
             channel.close()
-        await self._plane.refresh(session)
+        await self._plane.refresh()
         if logical in self._plane.log.state.maps:
             with suppress(Forgotten):
                 await self.ensure(logical, only_sharded=True)
 
     async def _propose(self, logical: str, state: State, found: Sequence[Shard]) -> ShardMap | None:
+        self._check_understood(logical, state)
         current = state.maps.get(logical)
         policy = policy_for(logical, state.policies.values())
         if policy is None and current is not None:
@@ -188,11 +201,20 @@ class Manager:
         members = [await self._as_seen(member, member.name in tokens) for member in members]
         return next_map(logical, policy, members, placed, tokens, current, exchange)
 
+    def _check_understood(self, logical: str, state: State) -> None:
+        """Make nothing by half of the log: a policy that can't be read may be the one in force."""
+        if why := state.why_frozen(Entry(MAP, logical)):
+            raise UnsupportedFormat(why)
+        for entry, why in state.frozen.items():
+            if entry.kind == POLICY:
+                raise UnsupportedFormat(why)
+
     async def _check_not_forgotten(self) -> None:
         if self._sharded is None:
             return
         with suppress(RemoteError, TimeoutError):  # then the log's verdict tells in the end
-            await self._plane.refresh(await self._plane.connected())
+            await self._plane.connected()
+            await self._plane.refresh()
         if self._sharded not in self._plane.log.state.maps:
             raise Forgotten(self._sharded)
 
@@ -250,8 +272,9 @@ class Manager:
         channel = await session.channel()
         try:
             async with asyncio.timeout(self._plane.options.answer_timeout):
-                await channel.declare(name, durable=True, arguments=CLASSIC)
+                declared = await channel.declare(name, durable=True, arguments=CLASSIC)
                 await channel.bind(name, name, "")
+                self._kept = declared.messages
         except (Refused, TimeoutError) as error:
             if isinstance(error, Refused) and error.code != NOT_FOUND:
                 raise

@@ -1,8 +1,12 @@
 """The map log in the broker: a stream queue, read and written over plain AMQP 0-9-1.
 
-`map_log` has the rule; this is the I/O around it. Reading never ends: new records are pushed. To
-know that nothing is missing, `catch_up` looks at the end of the log by a second, short reading and
-waits until the first has come that far.
+`map_log` and `snapshots` have the rules; this is the I/O around them. Reading never ends: new
+records are pushed. To know that nothing is missing, `catch_up` looks at the end of the log by a
+second, short reading and waits until the first has come that far. It looks at the beginning as
+well: if that is another one, it is another log, and it is read anew.
+
+Changes are published through one exchange, what is only noted through another. Both lead to the
+queue, and the broker says of each record through which it came.
 """
 
 from __future__ import annotations
@@ -12,25 +16,37 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from hashlib import sha256
 from typing import Any
 
 import pika
 
-from sharding.amqp.session import ACCESS_REFUSED, Channel, Message, Refused, Session
-from sharding.errors import RemoteError, Unreachable, UnsupportedFormat
+from sharding.amqp.session import (
+    ACCESS_REFUSED,
+    NO_ROUTE,
+    NOT_FOUND,
+    Channel,
+    Message,
+    Refused,
+    Session,
+)
+from sharding.errors import MissingRight, RemoteError, Unreachable, UnsupportedFormat
 from sharding.maps import map_log
-from sharding.maps.map_log import State
+from sharding.maps.map_log import LOG, NOTES, NOTHING, State, changes_between
+from sharding.maps.snapshots import LogReader, cited_log, newest_start, snapshot_records
 
-LOG_QUEUE = "warren.shard-maps"
 PREFETCH = 1_000
+FEW = 10
 # An empty log sends nothing, and so does a slow one. After this time a record that changes nothing
 # is appended, which tells the two apart.
 EMPTY_AFTER = 0.5
-NOTHING = b"{}"
 # A busy replica can tell of its last chunk later than it hands it out (3.10), so one that seems to
 # be behind what was read is asked again before it is believed.
 LOOKS_AT_THE_END = 6
 LOOK_AGAIN = 0.2
+# How many records a new reader first steps back from the end where these say nothing; then twice.
+STEP_BACK = 100
+SNAPSHOT_TIMEOUT = 5.0
 
 logger = logging.getLogger("warren.topology")
 
@@ -38,211 +54,422 @@ Listener = Callable[[State, State], None]
 
 
 class LogFollower:
-    """Keeps `state` at the newest epoch that the log has."""
+    """Keeps `state` at the newest that the log has."""
 
     def __init__(self, on_change: Listener) -> None:
         self.state = State()
-        self.failure: UnsupportedFormat | None = None
         self.refused: Refused | None = None
         """While the log sends nothing: that this user may not append to it either."""
-        self._next_offset = 0
-        self._reading = State()
-        """The state at the record that was read last; shown as `state` unless `_hidden`."""
-        self._hidden = False
-        self._first_record: str | None = None
+        self.interrupted = asyncio.Event()
+        """Set when the broker has ended the reading: the log was deleted, or moved."""
+        self.bytes_read = 0
+        self._reader = LogReader()
+        self._log = ""
+        """The identity of the log that is read; none while nobody has founded it."""
+        self._first = ""
+        """Its first record, by which one that nobody has founded is known again."""
+        self._reading: Channel | None = None
+        self._hidden = True
+        """Whether a log is read for the first time; what was known is shown until its end is."""
+        self._cut: UnsupportedFormat | None = None
         self._on_change = on_change
         self._moved = asyncio.Event()
         self._verdicts: dict[str, asyncio.Future[bool]] = {}
-        self._writer: Channel | None = None
+        self._due = False
+        self._session: Session | None = None
+        self._turn = asyncio.Lock()
+        self._next_turn: asyncio.Task[None] | None = None
+
+    @property
+    def failure(self) -> UnsupportedFormat | None:
+        """Why there is no state at all to go by."""
+        state = self._reader.state
+        if state is not None and state.stopped and not state.log:
+            return UnsupportedFormat(state.stopped)
+        return self._cut
 
     async def attach(self, session: Session) -> None:
         """Read on, over this connection. `Refused` (406) if its node has no replica of the log."""
         self.refused = None
-        await self._declare(session)
-        self._writer = await session.channel()
-        await self._writer.confirm_publishes()
-        if self._next_offset and await self._is_another_log(session, may_be_empty=True):
-            self._begin_again()
-        await self._read_from(session, self._next_offset)
+        self._session = session
+        self._reading = None
+        channel = await session.channel()
+        try:  # to look needs no right, so most clients need none
+            await channel.declare(LOG, passive=True)
+        except Refused as error:
+            if error.code != NOT_FOUND:
+                raise
+            await _make(session)
+        channel.close()
 
-    async def catch_up(self, session: Session) -> None:
-        """Return when all that was in the log at the time of the call has been read."""
-        last = await self._last_offset(session)
-        looks = 1
-        while last < self._next_offset - 1:
-            if await self._is_another_log(session, may_be_empty=False):
-                self._begin_again()
-                await self._read_from(session, 0)
-            elif looks == LOOKS_AT_THE_END:
-                raise Unreachable("this node's replica of the map log is behind")
-            else:
-                await asyncio.sleep(LOOK_AGAIN)
-                last = await self._last_offset(session)
-                looks += 1
-        while self._next_offset <= last:
-            self._moved.clear()
-            await self._moved.wait()
-            self._raise_failure()
+    async def catch_up(self, timeout: float) -> None:
+        """Return when all that was in the log at the time of the call has been read.
+
+        Whoever asks while one is under way shares the next one with all who do.
+        """
+        turn = self._next_turn
+        if turn is None:
+            turn = self._next_turn = asyncio.create_task(self._in_turn(timeout))
+            turn.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(turn)
+
+    async def _in_turn(self, timeout: float) -> None:
+        try:
+            async with asyncio.timeout(timeout), self._turn:
+                self._next_turn = None
+                await self._catch_up(self._attached())
+        finally:
+            if self._next_turn is asyncio.current_task():
+                self._next_turn = None
+
+    async def _catch_up(self, session: Session) -> None:
+        while True:
+            tail = await self._tail(session)
+            self._log = self._log or self._reader.log
+            log, first = await self._identity(session, _offset(tail[-1]))
+            if self._log and log != self._log:
+                logger.warning("the map log is another one now; the old one counts no more")
+                self._begin()
+            if not self._is_reading:
+                if not self._log and (log or first != self._first):
+                    start = await self._newest_start(session, tail, log) if log else 0
+                    self._log, self._reader, self._cut = log, LogReader(log, start), None
+                self._first = first
+                await self._read_on(session)
+            last = await self._end(session, tail)
+            if not await self._has_read(last):
+                continue
+            if self.failure is not None:
+                break
+            if self._reader.state is None:
+                logger.warning("there is no snapshot where the map log says; reading all of it")
+                self._reader = LogReader()
+                await self._read_on(session)
+            elif self._reader.log == log:
+                break
+            elif log:
+                self._begin()
         if self._hidden:
             self._hidden = False
             self._show()
 
-    async def _is_another_log(self, session: Session, *, may_be_empty: bool) -> bool:
-        """Whether somebody deleted the log and it was made again: its first record is another.
+    def _begin(self) -> None:
+        """Forget the log that was read; what is shown stays until the other one is read."""
+        if self._reading is not None:
+            self._reading.close()
+        self._reading = None
+        self._log, self._reader, self._hidden, self._cut = "", LogReader(), True, None
+        for waiting in self._verdicts.values():
+            if not waiting.done():
+                waiting.set_result(False)
 
-        Of one that may be empty, silence says so; else a first record is on its way.
-        """
-        first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    @property
+    def _is_reading(self) -> bool:
+        return self._reading is not None and self._reading.is_open
 
-        def note(message: Message) -> None:
-            if not first.done():
-                first.set_result(message.properties.message_id or "")
+    def _attached(self) -> Session:
+        if self._session is None:
+            raise RuntimeError("the log is not attached to a connection")
+        return self._session
 
-        channel = await session.channel()
-        try:
-            await channel.qos(1)
-            await channel.consume(LOG_QUEUE, note, arguments={"x-stream-offset": "first"})
-            try:
-                async with asyncio.timeout(EMPTY_AFTER if may_be_empty else None):
-                    return await first != self._first_record
-            except TimeoutError:
-                return True  # ours has a record at least; this one has none
-        finally:
-            channel.close()
+    async def _end(self, session: Session, tail: list[Message]) -> int:
+        """The last offset. What a replica calls so must not lie before what was read."""
+        for _ in range(LOOKS_AT_THE_END):
+            last = _offset(tail[-1])
+            if last >= self._reader.next_offset - 1:
+                return last
+            await asyncio.sleep(LOOK_AGAIN)
+            tail = await self._tail(session)
+        raise Unreachable("this node's replica of the map log is behind")
 
-    def _begin_again(self) -> None:
-        """Read from the first record; what was known is shown until all of it is read."""
-        logger.warning("the map log was deleted and made again; reading it from its first record")
-        self._reading = State()
-        self._next_offset = 0
-        self._first_record = None
-        self._hidden = True
+    async def _has_read(self, last: int) -> bool:
+        """Wait until all is read up to the last record; false if the reading ends before."""
+        while self._reader.next_offset <= last:
+            self._moved.clear()
+            if not self._is_reading:
+                return False
+            assert self._reading is not None
+            await _first_of(self._moved, self._reading)
+        return True
 
-    async def append(self, proposed: State) -> bool:
-        """Propose a state and wait for the verdict of the log: whether it is the next one."""
-        self._raise_failure()
-        name = uuid.uuid4().hex
-        verdict: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._verdicts[name] = verdict
-        try:
-            await self._publish(map_log.encode(proposed), name)
-            return await verdict
-        finally:
-            self._verdicts.pop(name, None)
+    # Short readings
 
-    async def _declare(self, session: Session) -> None:
-        """Make the log if it is not there. To look needs no right, so most clients need none."""
-        channel = await session.channel()
-        try:
-            await channel.declare(LOG_QUEUE, passive=True)
-        except Refused as error:
-            if error.code != 404:
-                raise
-            channel = await session.channel()
-            await channel.declare(LOG_QUEUE, durable=True, arguments={"x-queue-type": "stream"})
-        channel.close()
-
-    async def _read_from(self, session: Session, offset: int) -> None:
-        channel = await session.channel()
-        await channel.qos(PREFETCH)
-
-        def read(message: Message) -> None:
-            self._on_record(message)
-            channel.ack(message.delivery_tag)
-
-        await channel.consume(LOG_QUEUE, read, arguments={"x-stream-offset": offset})
-
-    async def _last_offset(self, session: Session) -> int:
-        last = -1
+    async def _tail(self, session: Session) -> list[Message]:
+        """The records of the last chunk: one at least, made if there is none."""
+        found: list[Message] = []
         arrived = asyncio.Event()
 
         def note(message: Message) -> None:
-            nonlocal last
-            last = max(last, _offset(message))
+            found.append(message)
             arrived.set()
 
         channel = await session.channel()
         try:
             await channel.qos(PREFETCH)
-            await channel.consume(LOG_QUEUE, note, arguments={"x-stream-offset": "last"})
+            await channel.consume(LOG, note, arguments={"x-stream-offset": "last"})
             with suppress(TimeoutError):
                 async with asyncio.timeout(EMPTY_AFTER):
                     await arrived.wait()
             if not arrived.is_set():
                 await self._append_nothing(session)
-                await arrived.wait()
+                await _first_of(arrived, channel)
+                _raise_if_ended(arrived, channel)
             self.refused = None
             # The broker sends a chunk in one go, so its answer to this comes after the whole chunk.
             await channel.qos(PREFETCH)
         finally:
             channel.close()
-        return last
+        self.bytes_read += sum(len(message.body) for message in found)
+        return found
 
-    async def _append_nothing(self, session: Session) -> None:
-        """Who may only read has to wait on: the log is empty, or slow.
+    async def _identity(self, session: Session, last: int) -> tuple[str, str]:
+        """The identity of the log, by the record that founded it, none if nobody has; and which
+        record is its first.
 
-        On a channel of its own, since the broker closes the one of a refused record.
+        It is mostly the first record. Where other things lie before it, who knows no log is told
+        none, and finds out by reading on; who knows one has to know whether it is still that.
         """
+        reader, cited, first = LogReader(), "", ""
+
+        def is_known(message: Message) -> bool:
+            nonlocal cited, first
+            first = first or f"{message.properties.message_id}:{sha256(message.body).hexdigest()}"
+            if reader.next_offset == 0 and _offset(message) > 0:
+                cited = cited_log(message.body) if message.exchange == LOG else ""
+                return bool(cited)  # the first record is gone, but each says whose it is
+            _feed(reader, message)
+            return bool(reader.log or (reader.state and reader.state.stopped))
+
+        await self._look(session, "first", min(last, FEW - 1), is_known)
+        found = reader.log or cited or (reader.state and reader.state.stopped)
+        if self._log and not found and last >= FEW:
+            await self._look(session, reader.next_offset, last, is_known)
+        return reader.log or cited, first
+
+    async def _newest_start(self, session: Session, tail: list[Message], log: str) -> int:
+        """Where to start: step back from the end until a record says it."""
+        first, step = _offset(tail[0]), STEP_BACK
+        while (start := newest_start(_changes(tail), log)) is None and first > 0:
+            until, first, step = first - 1, max(0, first - step), 2 * step
+            tail = await self._records(session, first, until)
+        return start or 0
+
+    async def _records(self, session: Session, first: int, last: int) -> list[Message]:
+        found: list[Message] = []
+
+        def note(message: Message) -> bool:
+            found.append(message)
+            return False
+
+        await self._look(session, first, last, note)
+        return found
+
+    async def _look(
+        self, session: Session, start: str | int, last: int, enough: Callable[[Message], bool]
+    ) -> None:
+        """Show records from `start` on, one by one, until it is enough or the last was shown."""
+        done = asyncio.Event()
+
+        def note(message: Message) -> None:
+            if isinstance(start, int) and _offset(message) < start:
+                return  # a chunk is sent whole, also the records before the one asked for
+            self.bytes_read += len(message.body)
+            if not done.is_set() and (enough(message) or _offset(message) >= last):
+                done.set()
+            if not done.is_set():
+                channel.ack(message.delivery_tag)
+
         channel = await session.channel()
         try:
-            await channel.confirm_publishes()
-            await _publish(channel, NOTHING, uuid.uuid4().hex)
-        except Refused as error:
-            if error.code != ACCESS_REFUSED:
-                raise
-            self.refused = error
+            await channel.qos(FEW if start == "first" else PREFETCH)
+            await channel.consume(LOG, note, arguments={"x-stream-offset": start})
+            await _first_of(done, channel)
+            _raise_if_ended(done, channel)
         finally:
             channel.close()
 
-    async def _publish(self, record: bytes, name: str) -> None:
-        if self._writer is None:
-            raise RuntimeError("the log is not attached to a connection")
-        await _publish(self._writer, record, name)
+    # The reading that does not end
+
+    async def _read_on(self, session: Session) -> None:
+        if self._reading is not None:
+            self._reading.close()
+        reader = self._reader
+        channel = self._reading = await session.channel()
+        self.interrupted.clear()
+
+        def on_record(message: Message) -> None:
+            if reader is self._reader and channel is self._reading:  # else it reads for nobody
+                self._on_record(message)
+            channel.ack(message.delivery_tag)
+
+        def on_end(_: object) -> None:
+            if channel is self._reading:
+                self.interrupted.set()
+
+        channel.closed.add_done_callback(on_end)
+        await channel.qos(PREFETCH)
+        await channel.consume(LOG, on_record, arguments={"x-stream-offset": reader.next_offset})
 
     def _on_record(self, message: Message) -> None:
-        offset = _offset(message)
-        if offset < self._next_offset or self.failure is not None:
-            return  # a chunk is sent whole, also the records before the one asked for
-        if self._next_offset == 0 and offset > 0:
-            self.failure = UnsupportedFormat(
+        reader, offset = self._reader, _offset(message)
+        if offset < reader.next_offset:
+            return  # see _look
+        self.bytes_read += len(message.body)
+        if reader.next_offset == 0 and offset > 0:
+            self._cut = UnsupportedFormat(
                 f"the map log begins at record {offset}, its first ones were removed; exempt "
-                f"{LOG_QUEUE!r} from retention policies, and delete it so that it is made again"
+                f"{LOG!r} from retention policies, and delete it so that it is made again"
             )
-            self._moved.set()
-            return
-        if offset == 0:
-            self._first_record = message.properties.message_id or ""
-        self._next_offset = offset + 1
-        try:
-            verdict = map_log.apply(self._reading, message.body)
-        except UnsupportedFormat as error:
-            self.failure = error
-            self._moved.set()
-            return
-        if verdict.void is None:
-            self._reading = verdict.state
-            if not self._hidden:
-                self._show()
-        elif message.body != NOTHING:
-            logger.debug("record %d of the map log is void: %s", offset, verdict.void)
-        waiting = self._verdicts.get(message.properties.message_id or "")
-        if waiting is not None and not waiting.done():
-            waiting.set_result(verdict.void is None)
+        before = reader.state
+        seen = _feed(reader, message)
+        if reader.state is not before and reader.state is not None and not self._hidden:
+            self._show()
+        if seen is not None:
+            self._due = self._due or (seen.is_due and seen.name in self._verdicts)
+            if seen.void is not None:
+                logger.debug("record %d of the map log is void: %s", offset, seen.void)
+            waiting = self._verdicts.get(seen.name)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(seen.void is None)
         self._moved.set()
 
     def _show(self) -> None:
-        before, self.state = self.state, self._reading
-        self._on_change(before, self.state)
+        before, self.state = self.state, self._reader.state or State()
+        told = {before.stopped, *before.frozen.values()}
+        for sentence in {self.state.stopped, *self.state.frozen.values()} - told - {""}:
+            logger.error("%s", sentence)
+        if before != self.state:
+            self._on_change(before, self.state)
 
-    def _raise_failure(self) -> None:
+    # Writing
+
+    async def append(self, before: State, proposed: State) -> bool:
+        """Propose what `proposed` changes of `before`; whether it took effect, or came too late."""
+        changes = changes_between(before, proposed)
+        if not changes:
+            return True
         if self.failure is not None:
             raise self.failure
+        for change in changes:
+            if why := self.state.why_frozen(change.entry):
+                raise UnsupportedFormat(why)
+        name = uuid.uuid4().hex
+        record = map_log.encode(changes, name=name, log=before.log, start=self._reader.start)
+        verdict: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._verdicts[name] = verdict
+        try:
+            await self._publish([record])
+            took_effect = await verdict
+        finally:
+            self._verdicts.pop(name, None)
+        if self._due:
+            self._due = False
+            await self._append_snapshot()
+        return took_effect
+
+    async def _append_snapshot(self) -> None:
+        """A snapshot of what was read. Nothing depends on it, so nobody is told if it fails."""
+        reader = self._reader
+        if reader.state is None or reader.state.frozen or reader.state.stopped:
+            return
+        records = snapshot_records(
+            reader.state, reader.next_offset - 1, name=uuid.uuid4().hex, start=reader.start
+        )
+        try:
+            async with asyncio.timeout(SNAPSHOT_TIMEOUT):
+                await self._publish(records)
+        except (RemoteError, TimeoutError) as error:
+            logger.info("no snapshot was appended to the map log: %s", error)
+
+    async def _publish(self, records: list[bytes]) -> None:
+        """Append records, in order. A missing right is said by its name."""
+        session = self._attached()
+        try:
+            await _publish(session, LOG, records)
+        except Refused as error:
+            if error.code in (NOT_FOUND, NO_ROUTE):  # deleted, or made by halves
+                await _make(session)
+                raise Unreachable(f"nothing led to the map log, until now: {error}") from None
+            if error.code == ACCESS_REFUSED:
+                raise MissingRight(
+                    f"policies and maps can't be changed, and nothing was sent: {error.text}; to "
+                    f"change them a user needs the permission 'write' on {LOG!r}"
+                ) from None
+            raise
+
+    async def _append_nothing(self, session: Session) -> None:
+        """Who may only read has to wait on: the log is empty, or slow."""
+        try:
+            await _publish(session, NOTES, [NOTHING])
+        except Refused as error:
+            if error.code in (NOT_FOUND, NO_ROUTE):
+                await _make(session)
+                await _publish(session, NOTES, [NOTHING])
+            elif error.code != ACCESS_REFUSED:
+                raise
+            else:
+                self.refused = error
 
 
-async def _publish(channel: Channel, record: bytes, name: str) -> None:
-    properties = pika.BasicProperties(message_id=name, delivery_mode=2)
-    if not await channel.publish("", LOG_QUEUE, record, properties):
-        raise RemoteError("the broker did not store a record of the map log")
+async def _make(session: Session) -> None:
+    """Make the log, and what leads to it; what is there already stays as it is."""
+    channel = await session.channel()
+    try:
+        await channel.declare(LOG, durable=True, arguments={"x-queue-type": "stream"})
+        for exchange in (LOG, NOTES):
+            await channel.declare_exchange(exchange, "fanout")
+            await channel.bind(LOG, exchange, "")
+    except Refused as error:
+        if error.code != ACCESS_REFUSED:
+            raise
+        raise MissingRight(
+            f"the map log is not there (whole), and this user may not make it: {error.text}; to "
+            f"make it a user needs 'configure' and 'read' on {LOG!r} and {NOTES!r}, and 'write' on "
+            f"{LOG!r}"
+        ) from None
+    finally:
+        channel.close()
+
+
+async def _publish(session: Session, exchange: str, records: list[bytes]) -> None:
+    """On a channel of its own, since the broker closes the one of a refused record."""
+    channel = await session.channel()
+    try:
+        await channel.confirm_publishes()
+        for record in records:
+            properties = pika.BasicProperties(
+                delivery_mode=2, content_type="application/json", message_id=uuid.uuid4().hex
+            )
+            if not await channel.publish_mandatory("", record, properties, exchange=exchange):
+                raise RemoteError("the broker did not store a record of the map log")
+    finally:
+        channel.close()
+
+
+async def _first_of(event: asyncio.Event, channel: Channel) -> None:
+    """Wait for an event, or until the channel is closed."""
+    waiting: asyncio.Future[Any] = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait([waiting, channel.closed], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+def _raise_if_ended(event: asyncio.Event, channel: Channel) -> None:
+    if not event.is_set():
+        raise Unreachable(f"the map log can't be read on: {channel.closed.result()}")
+
+
+def _feed(reader: LogReader, message: Message) -> Any:
+    """Give the reader a record, if it came through the exchange of changes."""
+    if message.exchange == LOG:
+        return reader.read(_offset(message), message.body)
+    reader.skip(_offset(message), message.body)
+    return None
+
+
+def _changes(messages: list[Message]) -> list[bytes]:
+    return [message.body for message in messages if message.exchange == LOG]
 
 
 def _offset(message: Message) -> int:

@@ -23,14 +23,14 @@ from sharding.amqp.addresses import of_one_cluster
 from sharding.amqp.session import Declared
 from sharding.cluster.control_plane import ControlPlane
 from sharding.cluster.control_plane import TopologyOptions as TopologyOptions
-from sharding.cluster.futures import TopologyFutures
+from sharding.cluster.futures import TopologyFutures, same_answer
 from sharding.cluster.management import ClusterView, management_api
 from sharding.cluster.plugin_queues import FoundShards, find_shards
 from sharding.cluster.provisioner import Ensured, Forgotten
-from sharding.errors import InvalidInput, StaleMap, Unreachable, WarrenError
+from sharding.errors import InvalidInput, StaleMap, Unreachable, UnsupportedFormat, WarrenError
 from sharding.maps.consumer_spread import least_consumers
 from sharding.maps.differences import state_difference
-from sharding.maps.map_log import State
+from sharding.maps.map_log import MAP, Entry, State
 from sharding.maps.naming import check_logical_name
 from sharding.maps.policy import Policy, policy_for
 from sharding.maps.shard_map import Node, ShardMap
@@ -147,7 +147,11 @@ class Topology:
             self._wait(self.futures.ready(timeout), timeout)
 
     def shard_map(self, logical: str) -> ShardMap | None:
-        return self.state.maps.get(logical)
+        state = self.state
+        found = state.maps.get(logical)
+        if found is None and state.frozen and (why := state.frozen.get(Entry(MAP, logical))):
+            raise UnsupportedFormat(why)  # it has a map, which this process can't read
+        return found
 
     def may_drop(self, exchange: str, routing_key: str) -> bool:
         """Whether the broker may confirm a plain publish there and drop it.
@@ -408,14 +412,15 @@ class KeptMessages:
     def bring_once(self, name: str, start: Callable[[Begins], Future[int]]) -> Future[int]:
         """Start to bring what is kept, or share what was started and has not begun to.
 
-        Until it calls `begins`, whatever is kept by now is still before it.
+        Until it calls `begins`, whatever is kept by now is still before it. Each caller has a
+        future of his own: one who gives up must not end what others wait for.
         """
         with self._lock:
             waiting = self._waiting.get(name)
             if waiting is None:
                 waiting = self._waiting[name] = start(lambda: self._no_more(name))
                 waiting.add_done_callback(lambda ended: self._no_more(name, ended))
-            return waiting
+        return same_answer(waiting)
 
     def _no_more(self, name: str, ended: Future[int] | None = None) -> None:
         """Nobody more may share it; of one that has `ended`, its successor is left alone."""

@@ -15,10 +15,11 @@ from enum import StrEnum
 import pika.exceptions
 from pika.adapters.blocking_connection import BlockingChannel, BlockingConnection
 
-from sharding.doctor.findings import SILENCE, Finding, ok, problem
+from sharding.doctor.findings import SILENCE, Finding, ok, problem, warning
 from sharding.doctor.nodes import ClusterSeen
 from sharding.doctor.reach import Place, Protocol, amqp_connection, open_stream
 from sharding.errors import WarrenError
+from sharding.maps.map_log import LOG
 from sharding.stream.connections.connection import StreamClient
 from sharding.stream.errors import AccessRefused, StreamRefused
 from sharding.stream.protocol.commands import (
@@ -58,6 +59,9 @@ class Rights:
     """The broker's words for each right that is missing."""
     no_stream_queue: str = ""
     """Why no queue of the type stream could be declared over AMQP, if that is not a permission."""
+    map_log: Mapping[Right, str] = field(default_factory=dict)
+    """The broker's words for rights on the map log that are missing: to read it, and to change
+    maps."""
     failure: str = ""
     """Why it could not be tried."""
 
@@ -84,7 +88,23 @@ def judge_rights(rights: Rights) -> list[Finding]:
         findings.append(ok("permissions", subject, wanted, f"all three on {rights.scratch!r}"))
     if place.protocol is Protocol.AMQP and Right.CONFIGURE not in rights.refused:
         findings.append(_map_log(place, rights.no_stream_queue))
-    return findings
+    return findings + _judge_map_log(rights, subject)
+
+
+def _judge_map_log(rights: Rights, subject: str) -> list[Finding]:
+    """Who may not read the log can do nothing; who may not write there can change no map.
+
+    A right that is missing everywhere has been said.
+    """
+    missing = {right: why for right, why in rights.map_log.items() if right not in rights.refused}
+    grant = f"Grant it to a user who shall: 'rabbitmqctl set_permissions -p {rights.place.vhost} …'"
+    if Right.READ in missing:
+        wanted = f"read on {LOG!r}, to know the shards"
+        return [problem("map log", subject, wanted, missing[Right.READ], grant)]
+    if Right.WRITE in missing:
+        wanted = f"write on {LOG!r}, to change policies and maps"
+        return [warning("map log", subject, wanted, missing[Right.WRITE], grant)]
+    return []
 
 
 def _map_log(place: Place, why_not: str) -> Finding:
@@ -123,7 +143,9 @@ def try_amqp(place: Place, scratch: str, timeout: float) -> Rights:
             no_stream = None
             if Right.CONFIGURE not in refused:
                 no_stream = _refusal(connection, lambda channel: _stream_queue(channel, scratch))
-            return Rights(place, scratch, refused, no_stream or "")
+            return Rights(
+                place, scratch, refused, no_stream or "", _refusals_of_log(connection, scratch)
+            )
     except pika.exceptions.AMQPError as error:
         why = f"{type(error).__name__} while {scratch!r} was tried; a part of it may be left"
         return Rights(place, scratch, failure=why)
@@ -157,8 +179,19 @@ def _refusals(connection: BlockingConnection, scratch: str) -> dict[Right, str]:
     return {right: why for right, why in tried.items() if why}
 
 
+def _refusals_of_log(connection: BlockingConnection, scratch: str) -> dict[Right, str]:
+    """Tried by binding it to what does not exist: that writes to one name and reads from the
+    other, and binds nothing."""
+    nobody = f"{scratch}.nobody"
+    tried = {
+        Right.WRITE: _refusal(connection, lambda channel: channel.exchange_bind(LOG, nobody, "")),
+        Right.READ: _refusal(connection, lambda channel: channel.queue_bind(nobody, LOG, "")),
+    }
+    return {right: why for right, why in tried.items() if why and f"'{LOG}'" in why}
+
+
 def _refusal(
-    connection: BlockingConnection, action: Callable[[BlockingChannel], None]
+    connection: BlockingConnection, action: Callable[[BlockingChannel], object]
 ) -> str | None:
     """The broker's words, on a channel of its own, which a refusal closes; None if allowed."""
     channel = connection.channel()

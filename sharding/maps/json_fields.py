@@ -69,6 +69,16 @@ class JsonObject:
     def mapping(self, name: str) -> dict[str, Any]:
         return self._take(name, dict, "a JSON object")
 
+    def optional_array(self, name: str) -> list[Any] | None:
+        return self.array(name) if name in self._fields else None
+
+    def optional_mapping(self, name: str) -> dict[str, Any] | None:
+        return self.mapping(name) if name in self._fields else None
+
+    def left(self) -> dict[str, Any]:
+        """What nobody asked for."""
+        return dict(self._fields)
+
     def close(self) -> None:
         if self._fields:
             raise InvalidInput(
@@ -96,6 +106,57 @@ def parse(text: str | bytes, where: str) -> object:
         rule = f"must be whole JSON ({reason} at character {position} of {len(text)})"
         tail = text[-20:] if isinstance(text, str) else bytes(text[-20:])
         raise InvalidInput(where, rule, tail) from None
+
+
+MAX_DEPTH = 20
+
+
+def parse_strictly(body: bytes, where: str) -> object:
+    """The value of a JSON text that programs in other languages have to read just so.
+
+    UTF-8 without a mark, no name twice in an object, no number that JSON does not know or that no
+    double holds, and no more than `MAX_DEPTH` levels: how many a parser bears is its own affair.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a name stands twice in an object")
+        return found
+
+    def short(text: str) -> int:
+        if len(text) > len(str(INT64.start)):  # how many digits Python reads is a setting
+            raise ValueError(f"{text[:20]}… does not fit in 64 bits")
+        return int(text)
+
+    def finite(text: str) -> float:
+        number = float(text)
+        if not math.isfinite(number):
+            raise ValueError(f"{text} is no number")
+        return number
+
+    try:
+        value = json.loads(
+            body.decode("utf-8"),
+            object_pairs_hook=once,
+            parse_constant=finite,
+            parse_float=finite,
+            parse_int=short,
+        )
+        if _depth(value, MAX_DEPTH + 1) > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} levels")
+    except (ValueError, RecursionError) as error:
+        said = str(error) or type(error).__name__
+        raise InvalidInput(where, f"must be whole JSON ({said})", bytes(body[-20:])) from None
+    return value
+
+
+def _depth(value: object, most: int) -> int:
+    """How many levels of objects and arrays there are, counted up to `most`."""
+    if not isinstance(value, dict | list) or not most:
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(each, most - 1) for each in inner), default=0)
 
 
 def check_format(fields: JsonObject, supported: int, where: str) -> None:

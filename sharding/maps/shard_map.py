@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -110,6 +110,8 @@ class ShardMap:
     kind: ShardKind = ShardKind.QUEUE
     exchange: str = ""
     """The direct exchange that shards are bound to by their names; the logical name if empty."""
+    log: str = field(default="", compare=False)
+    """The identity of the map log that it is from. Epochs of different logs can't be compared."""
 
     def __post_init__(self) -> None:
         check_logical_name(self.logical)
@@ -153,10 +155,12 @@ class ShardMap:
     def _names(self) -> frozenset[str]:
         return frozenset(shard.name for shard in self.shards)
 
-    def leads_to_shard(self, key: str) -> bool:
+    def leads_to_shard(self, key: Key) -> bool:
         """Whether a message with this key would reach a shard by it: they are bound by their names,
         those too that have left the map and are not deleted."""
-        return key in self._names or is_shard_of(key, self.logical)
+        # No shard has a name that is not UTF-8.
+        text = key if isinstance(key, str) else bytes(key).decode("utf-8", "replace")
+        return text in self._names or is_shard_of(text, self.logical)
 
     def shard_of(self, key: Key) -> Shard:
         return self.shards[self.table.shard_of(key)]
@@ -246,9 +250,9 @@ def _address(value: object, where: str) -> Address:
     return Address(*value)
 
 
-def _check_distinct(field: str, names: Iterable[str]) -> None:
+def _check_distinct(where: str, names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise InvalidInput(field, "must have different names", name)
+            raise InvalidInput(where, "must have different names", name)
         seen.add(name)

@@ -202,6 +202,18 @@ def test_missing_permission_is_found(limited: tuple[str, Node], missing: str) ->
 
 
 @pytest.mark.cluster
+def test_who_may_not_change_maps_is_told(limited: tuple[str, Node]) -> None:
+    user, node = limited
+    rights = {"configure": ".*", "write": r"^(?!warren\.shard-maps$).*", "read": ".*"}
+    node.management.call("PUT", "permissions", node.endpoint.vhost, user, body=rights)
+    found = findings([as_user(node.endpoint.amqp_url, user)], [])
+    told = [each for each in found if each.check == "map log"]
+    assert [each.verdict for each in told] == [Verdict.OK, Verdict.WARNING]
+    assert "write access to exchange 'warren.shard-maps'" in told[1].found
+    assert names_left(node) == []
+
+
+@pytest.mark.cluster
 def test_missing_tag_is_found(limited: tuple[str, Node]) -> None:
     user, node = limited
     everything = {"configure": ".*", "write": ".*", "read": ".*"}

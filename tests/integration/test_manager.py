@@ -15,14 +15,17 @@ import pytest
 from interceptors import ShardedChannel
 from sharding import Node as SeenNode
 from sharding import Policy, ShardMap, ShardName, Topology
+from sharding.amqp.session import Refused
 from sharding.cluster.futures import TopologyFutures
 from sharding.cluster.management import ClusterView
 from sharding.cluster.provisioner import Forgotten, Manager, locator_policy
+from sharding.errors import MissingRight
 from sharding.maps.naming import unrouted
 from sharding.maps.planning import Member
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
+from tests.support import patient
 from tests.support.sharded import (
     connection_to,
     drain,
@@ -148,6 +151,32 @@ def test_map_tells_the_truth_where_shards_can_not_be_held(cluster: Cluster) -> N
     assert placed != names(logical, cluster.nodes, 4), "the hostile policy moved nothing"
     assert any("policymaker" in note for note in ensured.notes)
     assert not any("limited:" in note for note in ensured.notes)
+
+
+def test_who_may_not_append_to_the_log_is_told_so_until_he_may(cluster: Cluster) -> None:
+    """Found by an attack: it was tried again for as long as a change may take, and then the outcome
+    was unknown."""
+    api = cluster.nodes[0].management
+    api.call("PUT", "users", "reader", body={"password": "reader", "tags": ""})
+    rights = {
+        "configure": ".*",
+        "write": "^(?!(amq[.]default|warren[.]shard-maps)$).*",
+        "read": ".*",
+    }
+    api.call("PUT", "permissions", cluster.vhost, "reader", body=rights)
+    policy, images = Policy.exactly(fresh_queue(), 1, name="reader's"), fresh_queue()
+    with topology_of(cluster) as topology:
+        set_up(topology, images, 1)
+    url = cluster.nodes[0].endpoint.amqp_url.replace("guest:guest", "reader:reader")
+    with Topology(url, options=patient.TOPOLOGY) as topology:
+        with pytest.raises(MissingRight, match=r"'write' on 'warren\.shard-maps'"):
+            topology.set_policy(policy)
+        with pytest.raises(Refused, match=r"access to exchange 'amq\.default'"):
+            topology.ensure(images)  # all nodes seemed to be down, and nothing to be amiss
+        api.call("PUT", "permissions", cluster.vhost, "reader", body=rights | {"write": ".*"})
+        assert topology.set_policy(policy).policies["reader's"] == policy
+        topology.clear_policy("reader's")
+    api.call("DELETE", "users", "reader")
 
 
 def test_node_without_a_known_address_is_told_of_and_gets_its_shards_next_time(

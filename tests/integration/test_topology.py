@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import subprocess
 import sys
@@ -11,37 +10,56 @@ from dataclasses import replace
 import pika
 import pytest
 
-from sharding import Policy, StaleMap, Unreachable
-from sharding.cluster.stream_log import LOG_QUEUE, NOTHING
+from sharding import MissingRight, Policy, StaleMap, Unreachable, UnsupportedFormat
+from sharding.amqp.session import Session
+from sharding.cluster.stream_log import LogFollower
 from sharding.cluster.topology import Topology, TopologyOptions
+from sharding.maps import snapshots
+from sharding.maps.map_log import LOG, NOTES, NOTHING, State
+from sharding.maps.snapshots import LogReader
+from sharding.publishing.publisher import ShardedPublisher
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.support import patient
-from tests.support.sharded import fresh_queue, raw_channel, topology_of
+from tests.support.log_records import proposal
+from tests.support.sharded import drain, fresh_queue, raw_channel, topology_of
 
 pytestmark = pytest.mark.cluster
 
 
-def log_records(node: Node) -> list[dict[str, object]]:
-    """Every record of the log, read by plain AMQP; a void one is appended, to know the end by."""
-    records: list[dict[str, object]] = []
+def log_records(node: Node) -> list[tuple[str, bytes]]:
+    """Exchange and body of every record, read by plain AMQP; a note is appended, to know the end
+    by."""
+    records: list[tuple[str, bytes]] = []
     end = pika.BasicProperties(message_id=secrets.token_hex(8))
     with raw_channel(node) as channel:
         channel.confirm_delivery()
-        channel.basic_publish("", LOG_QUEUE, NOTHING, end)
+        channel.basic_publish(NOTES, "", NOTHING, end)
         channel.basic_qos(prefetch_count=1000)
         feed = channel.consume(
-            LOG_QUEUE, arguments={"x-stream-offset": "first"}, inactivity_timeout=PATIENCE
+            LOG, arguments={"x-stream-offset": "first"}, inactivity_timeout=PATIENCE
         )
         for method, properties, body in feed:
             assert method is not None, f"the log is not read to its end: {len(records)} records"
             channel.basic_ack(method.delivery_tag or 0)
             if properties is not None and properties.message_id == end.message_id:
                 break
-            records.append(json.loads(body or b"{}"))
+            records.append((method.exchange or "", body or b""))
         channel.cancel()
     return records
+
+
+def history(records: list[tuple[str, bytes]]) -> tuple[State, int]:
+    """What a reader of everything makes of it, and how many of its records took effect."""
+    reader, counted = LogReader(), 0
+    for offset, (exchange, body) in enumerate(records):
+        if exchange != LOG:
+            reader.skip(offset, body)
+        elif b'"changes"' in body and reader.read(offset, body).void is None:
+            counted += 1
+    assert reader.state is not None
+    return reader.state, counted
 
 
 WRITER = """
@@ -93,13 +111,8 @@ def test_eight_processes_racing_end_with_one_history(nodes: Cluster) -> None:
     assert all(state == states[0] for state in states)
     assert {states[0].policies[f"writer-{n}"].shards_per_node for n in range(8)} == {5}
 
-    winners: list[object] = []
-    epoch = 0
-    for record in log_records(nodes.nodes[0]):
-        if record.get("base") == epoch:
-            epoch += 1
-            winners.append(record["base"])
-    assert winners == list(range(first_epoch + 40))
+    # Whoever reads the log as it lies there comes to the same.
+    assert history(log_records(nodes.nodes[0])) == (states[0], first_epoch + 40)
 
 
 def test_change_is_pushed_to_open_readers(nodes: Cluster) -> None:
@@ -175,6 +188,113 @@ def test_log_made_anew_is_read_from_its_first_record(nodes: Cluster) -> None:
     with topology_of(nodes, options=quick) as topology:
         topology.set_policy(Policy("forgotten", "^never$", 1))
         with raw_channel(nodes.nodes[0]) as channel:
-            channel.queue_delete(LOG_QUEUE)
+            channel.queue_delete(LOG)
         wait_until(lambda: topology.state.epoch == 0)
         assert topology.set_policy(Policy("new", "^never$", 1)).epoch == 1
+
+
+def test_a_log_made_again_with_as_many_records_is_another_one(nodes: Cluster) -> None:
+    """Its epochs begin again, and a publisher that was there before goes by them."""
+    logical = fresh_queue()
+    slow_poll = replace(patient.TOPOLOGY, poll_interval=3600)
+    with (
+        topology_of(nodes, options=slow_poll) as app,
+        topology_of(nodes, options=patient.TOPOLOGY) as operator,
+    ):
+        for number in range(4):  # some history
+            app.set_policy(Policy(f"other-{number}", "^never$", 1))
+        app.set_policy(Policy.exactly(logical, 1, name=logical))
+        before = app.ensure(logical).shard_map
+        with ShardedPublisher(app, logical) as publisher:
+            publisher.publish("first", b"")
+            publisher.flush(PATIENCE)
+            with raw_channel(nodes.nodes[0]) as channel:
+                channel.queue_delete(LOG)
+            wait_until(lambda: operator.state.epoch == 0)
+            operator.set_policy(Policy.exactly(logical, 3, name=logical))
+            new = operator.ensure(logical).shard_map
+            wait_until(lambda: app.shard_map(logical) == new)
+            keys = [f"key-{number}" for number in range(100)]
+            for key in keys:
+                publisher.publish(key, key.encode())
+            assert publisher.flush(PATIENCE).stored == len(keys)
+    assert before.log != new.log
+    stored = {key: queue for queue, key, _ in drain(nodes.nodes[0], [s.name for s in new.shards])}
+    assert {key: stored[key] for key in keys} == {key: new.shard_of(key).name for key in keys}
+
+
+def test_a_record_that_can_not_be_understood_stops_changes_until_the_log_is_replaced(
+    nodes: Cluster,
+) -> None:
+    with topology_of(nodes, options=patient.TOPOLOGY) as topology:
+        topology.set_policy(Policy("there", "^never$", 1))
+        with raw_channel(nodes.nodes[0]) as channel:
+            channel.confirm_delivery()
+            for damage in (b"\xff", b'{"format":2', b'{"format":2}'):
+                channel.basic_publish(LOG, "", damage)
+            channel.basic_publish("", LOG, b'{"format":3}')
+            topology.set_policy(Policy("after-damage", "^never$", 1))
+            channel.basic_publish(LOG, "", b'{"format":3}')
+        topology.refresh(PATIENCE)
+        assert topology.state.policies.keys() >= {"there", "after-damage"}
+        with pytest.raises(UnsupportedFormat, match=r"record \d+ of the map log .* upgrade"):
+            topology.set_policy(Policy("refused", "^never$", 1))
+        with raw_channel(nodes.nodes[0]) as channel:
+            channel.queue_delete(LOG)
+        wait_until(lambda: topology.state.epoch == 0)
+        assert topology.set_policy(Policy("new", "^never$", 1)).policies.keys() == {"new"}
+
+
+def test_the_right_to_change_maps_is_to_write_on_one_name(nodes: Cluster) -> None:
+    """Who may write everywhere else has it not, and is told so at once; he reads all the same."""
+    node, user = nodes.nodes[0], fresh_queue()
+    management = node.management
+    management.call("PUT", "users", user, body={"password": "s3cret", "tags": ""}, timeout=PATIENCE)
+    rights = {
+        "configure": "^$",
+        "write": r"^(amq\.default|warren\.shard-maps\.notes)$",
+        "read": ".*",
+    }
+    path = ("permissions", node.endpoint.vhost, user)
+    management.call("PUT", *path, body=rights, timeout=PATIENCE)
+    url = node.endpoint.amqp_url.replace("guest:guest", f"{user}:s3cret")
+    try:
+        with topology_of(nodes, options=patient.TOPOLOGY) as operator:
+            state = operator.set_policy(Policy("there", "^never$", 1))
+        with raw_channel(node) as channel:
+            channel.confirm_delivery()
+            record = proposal(state, state.without_policy("there"))
+            channel.basic_publish("", LOG, record)
+            channel.basic_publish(NOTES, "", record)
+        with Topology(url, options=patient.TOPOLOGY) as limited:
+            assert limited.state == state
+            asked = limited.counters["refreshes"]
+            with pytest.raises(MissingRight, match=r"'write' on 'warren\.shard-maps'"):
+                limited.set_policy(Policy("mine", "^never$", 1))
+            assert limited.counters["refreshes"] <= asked + 1
+    finally:
+        management.call("DELETE", "users", user, timeout=PATIENCE)
+
+
+def test_a_start_reads_the_newest_snapshot_and_what_is_behind_it(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "_WORTH_A_SNAPSHOT", 5_000)
+    with topology_of(nodes, options=patient.TOPOLOGY) as topology:
+        for number in range(60):
+            state = topology.set_policy(Policy("grows", "^never$", number + 1))
+    records = log_records(nodes.nodes[0])
+    assert sum(b'"snapshot"' in body for _, body in records) >= 2
+    read_on = LogFollower._read_on
+    starts: list[int] = []
+
+    async def note_start(log: LogFollower, session: Session) -> None:
+        starts.append(log._reader.next_offset)
+        await read_on(log, session)
+
+    monkeypatch.setattr(LogFollower, "_read_on", note_start)
+    with topology_of(nodes, options=patient.TOPOLOGY) as late:
+        assert late.state == state
+    assert len(starts) == 1
+    assert starts[0] > len(records) / 2
+    assert history(records)[0] == state

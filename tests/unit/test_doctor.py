@@ -137,6 +137,16 @@ def test_missing_stream_queues_are_a_problem_of_the_map_log() -> None:
     assert "enable_feature_flag stream_queue" in found[1].fix
 
 
+def test_who_may_not_change_maps_is_warned_and_who_may_not_read_them_has_a_problem() -> None:
+    *_, changes = judge_rights(Rights(AMQP, "x", map_log={Right.WRITE: "no"}))
+    assert (changes.check, changes.verdict) == ("map log", Verdict.WARNING)
+    assert "write on 'warren.shard-maps'" in changes.wanted
+    *_, reads = judge_rights(Rights(AMQP, "x", map_log={Right.WRITE: "no", Right.READ: "no"}))
+    assert (reads.check, reads.verdict) == ("map log", Verdict.PROBLEM)
+    everywhere = Rights(AMQP, "x", {Right.READ: "no"}, map_log={Right.READ: "no"})
+    assert verdicts(judge_rights(everywhere)) == [Verdict.PROBLEM, Verdict.OK]
+
+
 def test_listener_everywhere_is_at_the_host_in_the_nodes_name() -> None:
     listeners = [
         {"protocol": "amqp", "node": "rabbit@rmq0", "ip_address": "::", "port": 5672},

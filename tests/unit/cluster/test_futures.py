@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sharding import InvalidInput, ShardMap, Topology
-from sharding.cluster.topology import TopologyOptions
+from sharding.cluster.topology import KeptMessages, TopologyOptions
 from sharding.errors import LocalError, Unreachable
 from sharding.maps.map_log import State
 
@@ -111,3 +111,13 @@ def test_application_that_exits_in_the_topologys_thread_does_not_end_it(
             topology.change(leave)
         assert topology._thread.is_alive()
         assert "could not be read" in failure(topology.futures.ready(0.3))
+
+
+def test_one_who_gives_up_does_not_end_what_others_wait_for() -> None:
+    """Found by an attack: under an alarm the first whose time was up cancelled it for all, and
+    they were told by an error that is none of Warren's."""
+    kept, bringing = KeptMessages(), Future[int]()
+    first, second = (kept.bring_once("images", lambda _: bringing) for _ in range(2))
+    first.cancel()
+    bringing.set_result(3)
+    assert second.result(timeout=10) == 3

@@ -1,146 +1,336 @@
-"""Finding the end of the map log where the broker is slow and the user may not write."""
+"""Finding one's way in the map log: its end, its beginning, a start near the end, another log."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Coroutine
+from typing import Any
 
-import pika
 import pytest
 
-from sharding.amqp.session import ACCESS_REFUSED, Message, Refused, Session
+from sharding import MissingRight, Policy, UnsupportedFormat
 from sharding.cluster import stream_log
-from sharding.cluster.stream_log import LOOKS_AT_THE_END, NOTHING, LogFollower
+from sharding.cluster.stream_log import LOOKS_AT_THE_END, LogFollower
 from sharding.errors import Unreachable
+from sharding.maps import snapshots
+from sharding.maps.map_log import LOG, NOTES, NOTHING, State
 from tests.cluster.waiting import PATIENCE
+from tests.support.fake_log import FakeBroker
+from tests.support.log_records import founded, parts_of, proposal, read_all, replay
 
-RECORD = Message(
-    NOTHING, pika.BasicProperties(message_id="m", headers={"x-stream-offset": 0}), 1, "", False
-)
-
-
-class Broker:
-    """Has one record, which it sends when somebody has tried to write; that it refuses."""
-
-    def __init__(self, *, empty: bool = False) -> None:
-        self._empty = empty
-        self._readers: list[Callable[[Message], None]] = []
-        self.tried = 0
-
-    async def channel(self) -> Broker:
-        return self
-
-    async def declare(self, *_: Any, **__: Any) -> None: ...
-    async def confirm_publishes(self) -> None: ...
-    async def qos(self, prefetch: int) -> None: ...
-    def ack(self, delivery_tag: int) -> None: ...
-    def close(self) -> None: ...
-
-    async def consume(self, _: str, on_message: Callable[[Message], None], **__: Any) -> None:
-        self._readers.append(on_message)
-
-    async def publish(self, *_: Any) -> bool:
-        self.tried += 1
-        if not self._empty:
-            asyncio.get_running_loop().call_soon(self._send)
-        raise Refused(ACCESS_REFUSED, "ACCESS_REFUSED - write access refused")
-
-    def _send(self) -> None:
-        for reader in self._readers:
-            reader(RECORD)
-
-
-def record(offset: int) -> Message:
-    headers = {"x-stream-offset": offset}
-    properties = pika.BasicProperties(message_id=f"m{offset}", headers=headers)
-    return Message(NOTHING, properties, 1, "", False)
-
-
-class BusyReplica(Broker):
-    """Hands three records out, and calls the second one its last for the first `late` times."""
-
-    first_record_after = 0.0
-
-    def __init__(self, late: int) -> None:
-        super().__init__()
-        self._late = late
-        self.asked_for_the_end = 0
-
-    async def consume(self, _: str, on_message: Callable[[Message], None], **how: Any) -> None:
-        records = [record(offset) for offset in range(3)]
-        if how["arguments"]["x-stream-offset"] == "first":
-            asyncio.get_running_loop().call_later(self.first_record_after, on_message, records[0])
-            return
-        if how["arguments"]["x-stream-offset"] == "last":
-            self.asked_for_the_end += 1
-            records = records[1:2] if self.asked_for_the_end <= self._late else records[2:]
-        for each in records:
-            asyncio.get_running_loop().call_soon(on_message, each)
+FIRST = State().with_policy(Policy("pictures", "^images$", 1))
 
 
 @pytest.fixture(autouse=True)
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_log, "EMPTY_AFTER", 0.001)
     monkeypatch.setattr(stream_log, "LOOK_AGAIN", 0.001)
+    monkeypatch.setattr(stream_log, "STEP_BACK", 2)
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    async def in_time() -> None:
+        async with asyncio.timeout(PATIENCE):
+            await main
+
+    asyncio.run(in_time())
+
+
+async def following(broker: FakeBroker, log: LogFollower | None = None) -> LogFollower:
+    log = log or LogFollower(lambda *_: None)
+    await log.attach(broker.session)
+    await log.catch_up(PATIENCE)
+    return log
+
+
+def through(exchange: str, *bodies: bytes) -> list[tuple[str, bytes]]:
+    return [(exchange, body) for body in bodies]
+
+
+def policies(count: int) -> list[State]:
+    states = [FIRST]
+    for number in range(1, count):
+        states.append(states[-1].with_policy(Policy("pictures", "^images$", number + 1)))
+    return states
 
 
 def test_a_slow_log_is_read_by_who_may_not_write() -> None:
     async def main() -> None:
-        broker, log = Broker(), LogFollower(lambda *_: None)
-        session = cast(Session, broker)
-        async with asyncio.timeout(PATIENCE):
-            await log.attach(session)
-            await log.catch_up(session)
-        assert broker.tried == 1
+        records = through(LOG, *founded(FIRST))
+        broker = FakeBroker(records, may_write=(), silent=True)
+        log = await following(broker)
         assert log.refused is None
+        assert log.state.policies == FIRST.policies
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_of_an_empty_log_it_is_known_that_the_user_may_not_write() -> None:
     async def main() -> None:
-        broker, log = Broker(empty=True), LogFollower(lambda *_: None)
-        session = cast(Session, broker)
-        await log.attach(session)
-        waiting = asyncio.create_task(log.catch_up(session))
-        async with asyncio.timeout(PATIENCE):
-            while log.refused is None:
-                await asyncio.sleep(0)
-        assert log.refused.code == ACCESS_REFUSED
+        log = LogFollower(lambda *_: None)
+        await log.attach(FakeBroker(may_write=()).session)
+        waiting = asyncio.create_task(log.catch_up(PATIENCE))
+        while log.refused is None:
+            await asyncio.sleep(0)
+        assert NOTES in log.refused.text
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
 
-    asyncio.run(main())
+    run(main())
 
 
-def caught_up_with(late: int) -> int:
-    """How often the end was asked for until the log was read; the first time nothing is read."""
+def test_who_may_only_note_finds_that_a_log_is_empty() -> None:
+    async def main() -> None:
+        broker = FakeBroker(may_write=(NOTES,))
+        log = await following(broker)
+        assert log.state == State()
+        assert broker.records == through(NOTES, NOTHING)
+        with pytest.raises(MissingRight, match=f"permission 'write' on '{LOG}'"):
+            await log.append(State(), FIRST)
 
-    async def main() -> int:
-        broker, log = BusyReplica(late), LogFollower(lambda *_: None)
-        session = cast(Session, broker)
-        async with asyncio.timeout(PATIENCE):
-            await log.attach(session)
-            await asyncio.sleep(0)  # all three records are read
-            await log.catch_up(session)
-        return broker.asked_for_the_end
+    run(main())
 
-    return asyncio.run(main())
+
+def test_a_record_that_came_another_way_says_nothing() -> None:
+    async def main() -> None:
+        (record,) = founded(FIRST)
+        log = await following(FakeBroker([*through("", record), *through(NOTES, record)]))
+        assert log.state == State()
+
+    run(main())
+
+
+def test_what_is_appended_is_pushed_to_all_who_read() -> None:
+    async def main() -> None:
+        broker = FakeBroker()
+        one, other = await following(broker), await following(broker)
+        assert await one.append(State(), FIRST)
+        assert one.state.policies == FIRST.policies
+        assert not await other.append(State(), FIRST.with_policy(Policy("late", ".", 1)))
+        assert other.state == one.state
+
+    run(main())
+
+
+def test_a_log_that_nothing_leads_to_is_made_whole_and_the_change_said_again() -> None:
+    async def main() -> None:
+        broker = FakeBroker()
+        log = await following(broker)
+        broker.is_bound = False
+        with pytest.raises(Unreachable, match="nothing led to the map log"):
+            await log.append(State(), FIRST)
+        assert broker.made == 2
+        assert await log.append(State(), FIRST)
+
+    run(main())
+
+
+async def times_the_end_was_asked_for(late: int) -> int:
+    broker = FakeBroker(through(LOG, *founded(*policies(3))))
+    log = await following(broker)
+    broker.asked.clear()
+    broker.late = late
+    await log.catch_up(PATIENCE)
+    return broker.asked.count("last")
 
 
 def test_a_replica_that_tells_of_its_last_record_late_is_asked_again() -> None:
-    assert caught_up_with(late=0) == 1
-    assert caught_up_with(late=2) == 3
+    async def main() -> None:
+        assert await times_the_end_was_asked_for(late=0) == 1
+        assert await times_the_end_was_asked_for(late=2) == 3
 
-
-def test_a_slow_replica_is_not_taken_for_another_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first record comes later than an empty log is waited for."""
-    monkeypatch.setattr(BusyReplica, "first_record_after", 20 * stream_log.EMPTY_AFTER)
-    assert caught_up_with(late=2) == 3
+    run(main())
 
 
 def test_a_replica_that_stays_behind_what_was_read_is_left() -> None:
-    with pytest.raises(Unreachable, match="is behind"):
-        caught_up_with(late=LOOKS_AT_THE_END)
+    async def main() -> None:
+        with pytest.raises(Unreachable, match="is behind"):
+            await times_the_end_was_asked_for(late=LOOKS_AT_THE_END)
+
+    run(main())
+
+
+# Starting near the end
+
+
+def long_log(after: int = 0) -> list[bytes]:
+    """Twenty records, a snapshot of them, and more behind it, which say where it begins."""
+    records = founded(*policies(20))
+    records += parts_of(read_all(records))
+    for _ in range(after):
+        reader = read_all(records)
+        assert reader.state is not None
+        grown = reader.state.with_policy(Policy("grown", ".", reader.state.epoch))
+        records.append(proposal(reader.state, grown, start=reader.start))
+    return records
+
+
+@pytest.mark.parametrize("ignored", [0, 1, 30])
+def test_a_new_reader_starts_at_the_newest_snapshot(ignored: int) -> None:
+    async def main() -> None:
+        records = long_log(after=2)
+        broker = FakeBroker([*through(LOG, *records), *through("", *[b"flood"] * ignored)])
+        log = await following(broker)
+        assert log.state == replay(records)
+        assert broker.asked[-1] == 20
+
+    run(main())
+
+
+def test_a_new_reader_that_finds_no_snapshot_where_it_should_be_reads_everything() -> None:
+    async def main() -> None:
+        records = long_log()[:20]
+        state = replay(records)
+        wrong = proposal(state, state.with_policy(Policy("wrong", ".", 1)), start=7)
+        broker = FakeBroker(through(LOG, *records, wrong))
+        log = await following(broker)
+        assert broker.asked[-2:] == ["last", "first"]  # it has looked at the end once more
+        assert [each for each in broker.asked if isinstance(each, int)] == [7, 0]
+        assert log.state == replay([*records, wrong])
+
+    run(main())
+
+
+def test_a_writer_appends_a_snapshot_when_the_log_has_grown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshots, "_WORTH_A_SNAPSHOT", 3_000)
+
+    async def main() -> None:
+        broker = FakeBroker()
+        log, other = await following(broker), await following(broker)
+        for number in range(1, 30):
+            writer = (log, other)[number % 2]
+            await writer.catch_up(PATIENCE)
+            before = writer.state
+            assert await writer.append(before, before.with_policy(Policy("p", ".", number)))
+        parts = [body for _, body in broker.records if b'"snapshot"' in body]
+        assert 2 <= len(parts) <= 5
+        again = FakeBroker(broker.records)
+        late = await following(again)
+        assert late.state == log.state
+        assert isinstance(again.asked[-1], int)
+        assert again.asked[-1] > len(broker.records) / 2
+
+    run(main())
+
+
+@pytest.mark.parametrize("before", [1, 9, 10, 25])
+def test_a_log_that_was_founded_late_is_known_again_by_who_connects_again(before: int) -> None:
+    async def main() -> None:
+        garbage = [*through("", *[b"garbage"] * before), *through(LOG, b"garbage")]
+        broker = FakeBroker([*garbage, *through(LOG, *long_log(after=1))])
+        log = await following(broker)
+        assert log.state.epoch == 21
+        broker.asked.clear()
+        await following(broker, log)
+        assert broker.asked[-1] == len(broker.records)
+        broker.replace(*founded(FIRST))
+        await following(broker, log)
+        assert log.state.epoch == 1
+
+    run(main())
+
+
+# Another log
+
+
+def test_a_log_made_again_with_as_many_records_is_another_one() -> None:
+    async def main() -> None:
+        broker = FakeBroker(through(LOG, *founded(*policies(3))))
+        seen: list[State] = []
+        log = LogFollower(lambda _, new: seen.append(new))
+        await following(broker, log)
+        others = founded(State().with_policy(Policy("new", ".", 1)), *policies(3)[1:])
+        broker.replace(*others)
+        await asyncio.wait_for(log.interrupted.wait(), PATIENCE)
+        await log.catch_up(PATIENCE)
+        assert log.state == replay(others)
+        assert len(seen) == 2  # nothing between the two was ever shown
+
+    run(main())
+
+
+def test_who_asks_while_another_log_is_read_waits_for_that_reading() -> None:
+    async def main() -> None:
+        broker = FakeBroker(through(LOG, *founded(*policies(6))))
+        log = await following(broker)
+        others = founded(*policies(4))
+        broker.replace(*others)
+        broker.asked.clear()
+        await asyncio.gather(*(log.catch_up(PATIENCE) for _ in range(8)))
+        assert log.state == replay(others)
+        assert log.failure is None
+        assert broker.asked.count("last") <= 3  # one under way, one for all others
+
+    run(main())
+
+
+def test_a_record_of_a_reading_that_was_given_up_is_not_heard() -> None:
+    async def main() -> None:
+        broker = FakeBroker(through(LOG, *founded(FIRST)))
+        log = await following(broker)
+        old = broker.channels[-1]
+        deliver = old._read
+        assert deliver is not None
+        others = founded(State().with_policy(Policy("new", ".", 1)))
+        broker.replace(*others)
+        await log.catch_up(PATIENCE)
+        broker.records.append((LOG, b'{"format":3}'))
+        old.closed = asyncio.get_running_loop().create_future()
+        old._deliver_up_to(1)
+        assert not log.state.stopped
+
+    run(main())
+
+
+def test_a_change_for_a_log_that_is_gone_is_void_and_asked_for_again() -> None:
+    async def main() -> None:
+        broker = FakeBroker(through(LOG, *founded(FIRST)))
+        log = await following(broker)
+        before = log.state
+        broker.replace(*founded(State().with_policy(Policy("new", ".", 1))))
+        waiting = asyncio.create_task(log.append(before, before.with_policy(Policy("x", ".", 1))))
+        await asyncio.sleep(0)
+        await log.catch_up(PATIENCE)
+        assert await waiting is False
+        assert log.state.policies.keys() == {"new"}
+
+    run(main())
+
+
+# What can't be understood
+
+
+def test_one_record_stops_changes_and_nothing_else_until_the_log_is_replaced() -> None:
+    async def main() -> None:
+        broker = FakeBroker(through(LOG, *founded(FIRST), b'{"format":3}'))
+        log = await following(broker)
+        assert log.failure is None
+        assert log.state.policies == FIRST.policies
+        with pytest.raises(UnsupportedFormat, match="record 1 of the map log can't be understood"):
+            await log.append(log.state, log.state.with_policy(Policy("more", ".", 1)))
+        broker.replace(*founded(FIRST))
+        await log.catch_up(PATIENCE)
+        assert await log.append(log.state, log.state.with_policy(Policy("more", ".", 1)))
+
+    run(main())
+
+
+@pytest.mark.parametrize("record", [b'{"format":3}', b'{"base":0,"format":1,"state":{}}'])
+def test_a_log_of_which_nothing_is_understood_is_refused_until_it_is_replaced(
+    record: bytes,
+) -> None:
+    async def main() -> None:
+        broker = FakeBroker(through(LOG, record))
+        log = await following(broker)
+        assert log.failure is not None
+        with pytest.raises(UnsupportedFormat):
+            await log.append(State(), FIRST)
+        broker.replace(*founded(FIRST))
+        await log.catch_up(PATIENCE)
+        assert log.failure is None
+        assert log.state.policies == FIRST.policies
+
+    run(main())
