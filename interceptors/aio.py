@@ -114,7 +114,9 @@ class AioShardedChannel(Proxy):
         self.return_callbacks = AskedReturns(self)
         channel.close_callbacks.add(self.close_callbacks, weak=True)
         channel.return_callbacks.add(self.return_callbacks, weak=True)
-        self._consumers = Consumers(channel, self._port, topology, confirm_timeout)
+        self._consumers = Consumers(
+            channel, self._port, topology, confirm_timeout, self._calls.instead_of
+        )
         self.counters: dict[str, float] = dict.fromkeys(PUBLISHING_COUNTED, 0)
 
     def __await__(self) -> Generator[Any, Any, AioShardedChannel]:
@@ -282,7 +284,7 @@ class AioShardedChannel(Proxy):
         """Consume from the least used shard, for the queue object of a logical name."""
 
         async def place(shard: str) -> Consumer:
-            return await self._consumers.add(shard, wish, tag, kept)
+            return await self._consumers.add(shard, wish, tag, kept, shard_map.logical)
 
         async with self._deadline(timeout):
             consumer, _, shards = await self._calls.consume(shard_map, place)

@@ -6,7 +6,8 @@ A consumer keeps its tag for life, whatever becomes of its place:
 * moved: for the first seconds the counts are looked at again, and where a herd came to one shard
   some of it moves away (`maps.consumer_spread`); never an exclusive consumer;
 * kept: those of a robust channel's declared queues, and those of `consume_all`, are consumed again
-  on the same shard when they got lost with a connection or with the shard's node.
+  on the same shard when they got lost with a connection or with the shard's node; if the shard has
+  left the map for good, one of a declared queue goes where a new one would.
 
 aio-pika itself restores nothing here. It would declare the shard first, and a shard whose node is
 down would hold back all channels of a connection that found another node.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,8 @@ class Consumer:
     """What it was asked for with: callback, no_ack, exclusive, arguments."""
     tag: str
     kept: bool
+    logical: str | None = None
+    """The name whose least used shard it was to have; None if it is for this very shard."""
     ended: bool = False
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
     settling: asyncio.Task[None] | None = None
@@ -80,9 +83,15 @@ class Consumers:
     """All consumers that one channel has on shards."""
 
     def __init__(
-        self, channel: Any, waits: Background, topology: Topology, answer_timeout: float
+        self,
+        channel: Any,
+        waits: Background,
+        topology: Topology,
+        answer_timeout: float,
+        instead_of: Callable[[str, str], Awaitable[str | None]],
     ) -> None:
         self._channel = channel
+        self._instead_of = instead_of
         self._waits = waits
         self._topology = topology
         self._answer_timeout = answer_timeout
@@ -109,9 +118,11 @@ class Consumers:
 
     # Placing
 
-    async def add(self, shard: str, wish: dict[str, Any], tag: str | None, kept: bool) -> Consumer:
-        """A consumer on a shard."""
-        consumer = Consumer(self, shard, wish, tag or new_tag(), kept)
+    async def add(
+        self, shard: str, wish: dict[str, Any], tag: str | None, kept: bool, logical: str
+    ) -> Consumer:
+        """A consumer on a shard of `logical`."""
+        consumer = Consumer(self, shard, wish, tag or new_tag(), kept, logical)
         await self._place(consumer, shard)
         if kept:
             self._keep()
@@ -255,9 +266,20 @@ class Consumers:
             for consumer in missing:
                 async with consumer.moving:
                     answers = counts.get(consumer.shard) is not None
-                    if answers and not consumer.ended and not await self._is_consuming(consumer):
+                    shard = consumer.shard if answers else await self._another_for(consumer)
+                    if shard and not consumer.ended and not await self._is_consuming(consumer):
                         async with asyncio.timeout(self._answer_timeout):
-                            await self._place(consumer, consumer.shard)
+                            await self._place(consumer, shard)
+
+    async def _another_for(self, consumer: Consumer) -> str | None:
+        """Where to consume instead of a shard that does not answer; None to wait for it."""
+        if consumer.logical is None:
+            return None
+        other = await self._instead_of(consumer.shard, consumer.logical)
+        if other is not None:
+            gone = consumer.shard
+            logger.info("a consumer goes from %r, which has left the map, to %r", gone, other)
+        return other
 
     def _add_new_shards(self) -> None:
         for each in self._everywhere:

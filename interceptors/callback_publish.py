@@ -207,6 +207,7 @@ class PublishingChannel(DeferringChannel):
         properties: pika.BasicProperties | None = None,
         mandatory: bool = False,
     ) -> None:
+        exchange, routing_key = rules.as_read(exchange), rules.as_read(routing_key)
         if self._order.idle and not self._has_to_bring(exchange):
             self._publish(exchange, routing_key, body, properties, mandatory, True)
             return
@@ -264,7 +265,7 @@ class PublishingChannel(DeferringChannel):
             if only_if_available:
                 self._check_available(shard_map, shard)
             body = rules.as_bytes(body)
-            sent = addressed(properties, shard.name)
+            sent = self._addressed(properties, shard.name)
             self._channel.basic_publish(shard_map.exchange, routing_key, body, sent, True)
             if self._unconfirmed is not None:
                 content = content_of(shard_map.exchange, routing_key, body)
@@ -275,6 +276,11 @@ class PublishingChannel(DeferringChannel):
         self._published += 1
         if self._unconfirmed is not None:
             self._unconfirmed.sent(publication)
+
+    def _addressed(
+        self, properties: pika.BasicProperties | None, shard: str
+    ) -> pika.BasicProperties:
+        return addressed(properties, shard, self._inner.connection.params.frame_max)
 
     def _has_to_bring(self, exchange: str) -> bool:
         """Whether something was published without the map that is known now, and is kept."""
@@ -365,7 +371,7 @@ class PublishingChannel(DeferringChannel):
             if self._unconfirmed is not None or self._transacting:
                 logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
                 return
-            sent = addressed(stray.properties, shard)
+            sent = self._addressed(stray.properties, shard)
             exchange, key = shard_map.exchange, stray.routing_key
             self._channel.basic_publish(exchange, key, stray.body, sent, True)
 

@@ -166,21 +166,36 @@ class Calls:
         finally:
             self._topology.claims.settle(shard)
 
+    async def instead_of(self, shard: str, logical: str) -> str | None:
+        """Where a consumer goes whose shard has left the map; None if it has not, or nowhere."""
+        shard_map = await self.shard_map(logical)
+        if shard_map is None or shard in shards_of(self._topology, logical):
+            return None
+        _, counts = await self._counts(shard_map)
+        other = self._topology.claims.choose(counts)
+        if other is not None:
+            self._topology.claims.settle(other)
+        return other
+
     async def _claim(self, shard_map: ShardMap) -> tuple[str, list[str]]:
         """The shard with the fewest consumers, claimed, and all that may be consumed from."""
-        here = None if self._placement is Placement.ANY else await self.here()
-        shards = rules.candidates(shard_map, here, self._placement)
-        counting = self._topology.futures.consumer_counts
-        counts = await self.port.wait(counting(shards)) if shards else {}
+        shards, counts = await self._counts(shard_map)
         if not counts:  # none on this node, or each of them was deleted by somebody
             await self.port.refuse(rules.no_shard(shard_map.logical))
         shard = self._topology.claims.choose(counts)
         if shard is None:
+            where = "any node" if self._placement is Placement.ANY else await self.here()
             raise ShardUnavailable(
-                f"no shard of {shard_map.logical!r} on {here or 'any node'} answered; try again "
-                "when one is back"
+                f"no shard of {shard_map.logical!r} on {where} answered; try again when one is back"
             )
         return shard, shards
+
+    async def _counts(self, shard_map: ShardMap) -> tuple[list[str], dict[str, int | None]]:
+        """The shards that may be consumed from here, and how many consumers each has."""
+        here = None if self._placement is Placement.ANY else await self.here()
+        shards = rules.candidates(shard_map, here, self._placement)
+        counting = self._topology.futures.consumer_counts
+        return shards, await self.port.wait(counting(shards)) if shards else {}
 
     # Exchanges
 

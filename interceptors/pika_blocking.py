@@ -40,6 +40,7 @@ from sharding.publishing.addressing import Encoded, addressed
 logger = logging.getLogger("warren.channel")
 
 T = TypeVar("T")
+_PAUSE = 1.0
 OnMessage = Callable[[Any, pika.spec.Basic.Deliver, pika.BasicProperties, bytes], Any]
 
 
@@ -170,8 +171,24 @@ class ShardedChannel:
         self._at_close.append(undo)
         self._everywhere.append(wish)
         at_once(consume_missing(self._calls.port, *about))
-        self._background.run(keep_consuming(self._background, *about), _later_ones_are_missing)
+
+        def later_ones_are_missing(error: Exception) -> None:
+            logger.error("shards that come later are not consumed: %s", error)
+            wish.is_over = True
+
+        self._background.run(keep_consuming(self._background, *about), later_ones_are_missing)
         return wish.consumed
+
+    def start_consuming(self) -> None:
+        """As pika's: until all consumers are cancelled.
+
+        Those of `basic_consume_all` that the broker ended are not; pika would return when it has
+        ended all of them, and nobody would read the shards when they are back.
+        """
+        self._channel.start_consuming()
+        while self._channel.is_open and any(wish.goes_on for wish in self._everywhere):
+            self._inner._process_data_events(_PAUSE)
+            self._channel.start_consuming()
 
     def basic_cancel(self, consumer_tag: str) -> Any:
         for wish in self._everywhere:
@@ -305,6 +322,7 @@ class ShardedChannel:
         properties: pika.BasicProperties | None = None,
         mandatory: bool = False,
     ) -> None:
+        exchange, routing_key = rules.as_read(exchange), rules.as_read(routing_key)
         shard_map = self._topology.shard_map(exchange) if exchange else None
         if shard_map is None or exchange in self._uncommitted:
             if exchange:
@@ -319,7 +337,7 @@ class ShardedChannel:
             at_once(self._calls.bring(exchange, own=own))
             self._uninformed.discard(exchange)
         shard = self._shard_for(shard_map, routing_key)
-        sent = addressed(properties, shard) if properties else self._bare(shard)
+        sent = self._addressed(properties, shard) if properties else self._bare(shard)
         if mandatory and not self._confirms.active:
             self._returns.ask(shard_map.exchange, routing_key, rules.as_bytes(body))
         self._returns.used(shard_map)
@@ -333,6 +351,11 @@ class ShardedChannel:
             if mandatory:
                 raise
             self._publish_again(exchange, routing_key, body, properties, shard)
+
+    def _addressed(
+        self, properties: pika.BasicProperties | None, shard: str
+    ) -> pika.BasicProperties:
+        return addressed(properties, shard, self._inner.connection._impl.params.frame_max)
 
     def _bare(self, shard: str) -> pika.BasicProperties:
         """The properties of a message that has none: the same each time, so encoded once."""
@@ -355,7 +378,7 @@ class ShardedChannel:
         now = shard_map.shard_of(routing_key).name if shard_map else shard
         if shard_map is None or now == shard:
             raise rules.unbound(shard, logical)
-        again = addressed(properties, now)
+        again = self._addressed(properties, now)
         try:
             self._confirms.publish(shard_map.exchange, routing_key, body, again, True, asked=False)
         except UnroutableError:
@@ -397,7 +420,7 @@ class ShardedChannel:
         if confirms or self._transacting:  # by now: it would be nobody's confirm
             logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
             return
-        sent = addressed(stray.properties, shard)
+        sent = self._addressed(stray.properties, shard)
         publish = self._inner._impl.basic_publish
         publish(shard_map.exchange, stray.routing_key, stray.body, sent, True)
 
@@ -516,10 +539,6 @@ class _Consumer:
     def _call(self, method: Any, answer: Any, callback: Callable[[Any], None]) -> None:
         expected = (answer, {"consumer_tag": method.consumer_tag})
         self._channel._impl._rpc(method, callback, [expected])
-
-
-def _later_ones_are_missing(error: Exception) -> None:
-    logger.error("shards that come later are not consumed: %s", error)
 
 
 def _not_sent_again(error: Exception) -> None:

@@ -153,6 +153,19 @@ def as_bytes(body: bytes | str) -> bytes:
     return body.encode() if isinstance(body, str) else bytes(body)
 
 
+def as_read(name: Any) -> Any:
+    """A name or a key as pika reads it from the broker: text, unless that can't be.
+
+    pika sends bytes as well; a return would not be recognised by them, nor a sharded name.
+    """
+    if not isinstance(name, bytes):
+        return name
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return name
+
+
 class EveryShard:
     """A wish to consume from every shard: which one under what tag, and until when.
 
@@ -196,6 +209,11 @@ class EveryShard:
     def cancelled(self, tag: str) -> None:
         """The application ended a consumer, or never wants it."""
         self._cancelled |= {shard for shard, known in self.tags.items() if known == tag}
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there are consumers, or will be: the application has not cancelled them all."""
+        return not self.is_over and not (self._cancelled and self.tags.keys() <= self._cancelled)
 
     @property
     def consumed(self) -> list[str]:

@@ -147,12 +147,11 @@ def _chain(error: Exception, report: Report) -> None:
 
 
 class Tally:
-    """Collects outcomes until a report takes them; remembers results within a bound, and counts
-    since the beginning. Its owner holds a lock, or is the only thread."""
+    """Collects outcomes until a report takes them, and remembers results within a bound. Its owner
+    holds a lock, or is the only thread."""
 
     def __init__(self, max_results: int) -> None:
         self._max_results = max_results
-        self._reported = dict.fromkeys(Outcome, 0)
         self._clear()
 
     def _clear(self) -> None:
@@ -161,11 +160,6 @@ class Tally:
         many, and cost nothing else here."""
         self._failed: Counter[Outcome] = Counter()
         self._results: list[Result] = []
-
-    @property
-    def totals(self) -> dict[str, int]:
-        """Outcomes since the beginning, those that reports have taken included."""
-        return {str(each): self._reported[each] + count for each, count in self.counts.items()}
 
     def add(self, results: Iterable[Result]) -> None:
         """Messages that are not stored."""
@@ -186,10 +180,8 @@ class Tally:
         self._results += other._results[: self._max_results - len(self._results)]
 
     def take_report(self, pending: int = 0) -> Report:
-        """Report, and start again from nothing but the totals."""
+        """Report, and start again from nothing."""
         report = self.report(pending)
-        for outcome, count in self.counts.items():
-            self._reported[outcome] += count
         self._clear()
         return report
 

@@ -53,15 +53,24 @@ def check_room(size: int, frame_max: int) -> None:
 class _Checked(pika.BasicProperties):
     """Properties that refuse to be sent where they do not fit into a frame."""
 
+    __slots__ = ("frame_max",)  # not among the properties themselves
+    frame_max: int
+
     def encode(self) -> list[bytes]:
         encoded = super().encode()
-        check_room(sum(map(len, encoded)), LARGEST_FRAME)
+        check_room(sum(map(len, encoded)), self.frame_max)
         return encoded
 
 
-def addressed(properties: pika.BasicProperties | None, shard: str) -> pika.BasicProperties:
-    """The properties with the way to the shard added; the caller's are left alone."""
+def addressed(
+    properties: pika.BasicProperties | None, shard: str, frame_max: int = LARGEST_FRAME
+) -> pika.BasicProperties:
+    """The properties with the way to the shard added; the caller's are left alone.
+
+    `frame_max` is what the connection has agreed on.
+    """
     sent = _Checked()
+    sent.frame_max = frame_max
     if properties is not None:
         sent.__dict__.update(properties.__dict__)
     sent.headers = headers_to(sent.headers, shard)

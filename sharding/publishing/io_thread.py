@@ -84,11 +84,20 @@ class IoThread:
         self._keep_ticking()
 
     def _add_inbox(self) -> set[str]:
-        add = self._ledger.add
-        return {add(message) for message in self._publisher._take_inbox()}
+        messages = self._publisher._take_inbox()
+        if messages:  # the map in force now is none older than those they were published by
+            self._follow_map()
+        return {self._ledger.add(message) for message in messages}
 
-    def _follow_exchange(self, shard_map: ShardMap) -> None:
-        """A map may be led by another exchange: when the plugin's was removed, say."""
+    def _follow_map(self) -> None:
+        try:
+            shard_map = self._routing.shard_map(self._ledger.shard_map.logical)
+        except BaseException:  # an exit too, see `_release`
+            return  # whoever publishes next is told; what waits keeps its shard
+        if shard_map is None:
+            return
+        self._ledger.follow(shard_map)
+        # A map may be led by another exchange: when the plugin's was removed, say.
         exchange = shard_map.exchange if self._publisher._by_exchange else ""
         if exchange != self._exchange:
             self._exchange = exchange
@@ -102,13 +111,7 @@ class IoThread:
 
     def _on_tick(self) -> None:
         self._ticking = False
-        try:
-            shard_map = self._routing.shard_map(self._ledger.shard_map.logical)
-        except BaseException:  # an exit too, see `_release`
-            shard_map = None  # whoever publishes next is told; what waits keeps its shard
-        if shard_map is not None:
-            self._ledger.follow(shard_map)
-            self._follow_exchange(shard_map)
+        self._follow_map()
         now = self._clock()
         self._ledger.expire(now, lambda node: self._link(node).trouble or "the node is slow")
         for node, link in self._links.items():

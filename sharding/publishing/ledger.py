@@ -22,10 +22,12 @@ Rules:
   first one in flight, after the one that was returned before, that looks like it. Only messages
   with the same key, body and properties can be mistaken for one another, and those are one as good
   as the other.
+* The map is the one in force, whatever its epoch: a log that was made again begins at a low one.
 * A new map moves nothing that is in flight. What waits keeps its shard; if the shard has left the
-  map, it is routed again by its key, before anything that is published later, so that a key keeps
-  its order. A shard that is reached through another node than before pauses until what is in
-  flight through the old one is settled: two connections keep no order between them.
+  map, or is away by it and its keys have moved, it is routed again by its key, before anything that
+  is published later, so that a key keeps its order. A shard that is reached through another node
+  than before pauses until what is in flight through the old one is settled: two connections keep no
+  order between them.
 """
 
 from __future__ import annotations
@@ -81,7 +83,6 @@ class Message(Generic[P]):
         "properties",
         "settled",
         "shard",
-        "shard_map",
     )
     line: Line[P]
 
@@ -90,7 +91,6 @@ class Message(Generic[P]):
         number: int,
         key: Key,
         shard: str,
-        shard_map: ShardMap,
         body: bytes,
         properties: P,
         deadline: float,
@@ -100,7 +100,6 @@ class Message(Generic[P]):
         self.number = number
         self.key = key
         self.shard = shard
-        self.shard_map = shard_map
         self.body = body
         self.properties = properties
         self.deadline = deadline
@@ -187,8 +186,6 @@ class Ledger(Generic[P]):
 
     def add(self, message: Message[P]) -> str:
         """Put a message in its line; returns the node that it will be sent through."""
-        if message.shard_map.epoch > self.shard_map.epoch:
-            self.follow(message.shard_map)
         self.unsettled += 1
         account = message.account
         account.unsettled += 1
@@ -231,8 +228,8 @@ class Ledger(Generic[P]):
         return flight
 
     def follow(self, shard_map: ShardMap) -> None:
-        """Go over to a newer map; an older one, from a slow thread, changes nothing."""
-        if shard_map.epoch <= self.shard_map.epoch:
+        """Go over to the map in force."""
+        if shard_map is self.shard_map:
             return
         self.shard_map = shard_map
         self._nodes = _nodes_of(shard_map)
@@ -411,7 +408,8 @@ class Ledger(Generic[P]):
 
 
 def _nodes_of(shard_map: ShardMap) -> dict[str, str]:
-    return {shard.name: shard.node for shard in shard_map.shards}
+    """The node of each shard that has keys."""
+    return {shard.name: shard.node for shard in shard_map.shards if shard.available}
 
 
 def _move_if_idle(line: Line[P]) -> None:

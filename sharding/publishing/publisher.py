@@ -28,7 +28,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -36,6 +35,7 @@ from typing import Literal
 
 import pika
 
+from sharding.callers import Caller, Callers, SharedBatch
 from sharding.cluster.topology import Routing
 from sharding.errors import InvalidInput, LocalError, ShardUnavailable, TryLater
 from sharding.maps.naming import MAX_NAME_BYTES
@@ -61,15 +61,16 @@ class PublisherClosed(LocalError):
     """The publisher was closed, or its thread has ended."""
 
 
-class _Caller:
-    """Who publishes, and what no report has told him yet. Under the publisher's lock."""
+class _Caller(Caller):
+    """With the account that the I/O thread keeps for him."""
 
     def __init__(self, max_results: int) -> None:
+        super().__init__(max_results)
         self.account = Account(max_results)
-        self.tally = Tally(max_results)
-        self.pending = 0
-        self.batch: weakref.ref[Batch] | None = None
-        self.told_at_close = False
+
+    @property
+    def key(self) -> Account:
+        return self.account
 
 
 class ShardedPublisher:
@@ -129,8 +130,7 @@ class ShardedPublisher:
         self._inbox: list[OutgoingMessage] = []
         self._woken = False
         self._max_results = max_results
-        self._shared = _Caller(max_results)
-        self._callers: dict[Account, _Caller] = {}  # those with something that is to be told
+        self._callers = Callers(lambda: _Caller(max_results))
         self._settled: Counter[Outcome] = Counter()
         self._closed = False
         self._closing = 0
@@ -181,13 +181,12 @@ class ShardedPublisher:
         `ShardUnavailable` if the key's shard is away, `WindowFull`, `PublisherClosed`, and
         whatever `routing.shard_map` raises.
         """
-        return self._publish(self._shared, key, body, properties, timeout)
+        return self._publish(self._callers.own, key, body, properties, timeout)
 
     def batch(self) -> Batch:
         """For one of several who share this publisher: its reports name its own messages only."""
         with self._lock:
-            self._take_abandoned()
-            return Batch(self, _Caller(self._max_results))
+            return Batch(self, self._callers.new())
 
     def flush(self, timeout: float = 30.0) -> Report:
         """Wait until all that was published before is settled, and report since the last report.
@@ -196,7 +195,7 @@ class ShardedPublisher:
         What other threads publish meanwhile is not waited for. What is published through a
         `batch()` is told by that, or here if nobody has the batch any more.
         """
-        return self._flush(self._shared, timeout)
+        return self._flush(self._callers.own, timeout)
 
     def close(self, timeout: float = 30.0) -> Report:
         """Flush, give up what is unsettled when the time is over, and end the connections.
@@ -218,7 +217,7 @@ class ShardedPublisher:
             self._io_thread.stop(max(0.0, began + timeout - time.monotonic()) * 0.8)
             self._thread.join(max(0.0, began + timeout - time.monotonic()))
             with self._lock:
-                self._gather_untold()
+                self._callers.gather(self._last)
                 return self._last.report(pending=self._used)
         finally:
             with self._lock:
@@ -266,12 +265,11 @@ class ShardedPublisher:
             self._used += 1
             self._used_bytes += size
             account = caller.account
+            if not caller.pending:
+                self._callers.sends(caller)
             caller.pending += 1
-            self._callers[account] = caller
             deadline = self._clock() + self._confirm_timeout
-            self._inbox.append(
-                Message(number, key, shard, shard_map, body, encoded, deadline, account)
-            )
+            self._inbox.append(Message(number, key, shard, body, encoded, deadline, account))
             wake = not self._woken
             self._woken = True
         if wake:
@@ -283,11 +281,7 @@ class ShardedPublisher:
         deadline = time.monotonic() + timeout
         with self._lock:
             is_settled = self._wait_until_settled(caller, deadline)
-            if caller is self._shared:
-                self._take_abandoned()
-            if not caller.pending:
-                self._callers.pop(caller.account, None)
-            return caller.tally.take_report(pending=0 if is_settled else caller.pending)
+            return self._callers.report(caller, caller.pending, is_settled=is_settled)
 
     # For application threads, with the lock held.
 
@@ -335,24 +329,6 @@ class ShardedPublisher:
                 self._lock.wait(left)
         finally:
             self._waiters -= 1
-
-    def _take_abandoned(self) -> None:
-        """What nobody can ask for any more is told by the publisher itself."""
-        for caller in list(self._callers.values()):
-            if caller.batch is not None and caller.batch() is None and not caller.pending:
-                if not caller.told_at_close:
-                    self._shared.tally.absorb(caller.tally)
-                    self._callers[self._shared.account] = self._shared
-                del self._callers[caller.account]
-
-    def _gather_untold(self) -> None:
-        """For who closes it. A batch may still be asked for its own."""
-        for caller in list(self._callers.values()):
-            if caller is self._shared:
-                self._last.absorb(caller.tally)
-            elif not caller.told_at_close:
-                self._last.include(caller.tally)
-                caller.told_at_close = not caller.pending
 
     # For the I/O thread.
 
@@ -402,9 +378,7 @@ class ShardedPublisher:
                 rule = "must not be a super stream: publish to it with a stream producer"
                 raise InvalidInput("logical queue", rule, self.logical)
             self._checked = shard_map
-        # No shard has a name that is not UTF-8.
-        text = key if isinstance(key, str) else on_the_wire.decode("utf-8", "replace")
-        if self._by_exchange and shard_map.leads_to_shard(text):
+        if self._by_exchange and shard_map.leads_to_shard(key):
             # The shards are bound under their names: it would be routed to two of them.
             raise InvalidInput("key", "must not be the name of a shard", key)
 
@@ -413,34 +387,8 @@ class ShardedPublisher:
             raise LocalError(f"{what}() can't be called from on_result: it would wait for itself")
 
 
-class Batch:
-    """What one caller publishes through a publisher that others use too: made by `batch()`.
-
-    Leaving a `with` block flushes it, and raises if some message of it is not stored that no report
-    has named. Connections and window are the publisher's, and so is its end: what a batch has to
-    tell, it tells after that too.
-    """
-
-    def __init__(self, publisher: ShardedPublisher, caller: _Caller) -> None:
-        self._publisher = publisher
-        self._caller = caller
-        caller.batch = weakref.ref(self)
-
-    def __repr__(self) -> str:
-        return f"<Batch of {self._publisher!r}: {self._caller.pending} unsettled>"
-
-    def __enter__(self) -> Batch:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        report = self.flush()
-        if kind is None:
-            report.raise_for_failures()
+class Batch(SharedBatch[ShardedPublisher, _Caller]):
+    """What one of several callers publishes: made by `ShardedPublisher.batch`."""
 
     def publish(
         self,
@@ -451,11 +399,11 @@ class Batch:
         timeout: float = 30.0,
     ) -> int:
         """As `ShardedPublisher.publish`; numbers are the publisher's."""
-        return self._publisher._publish(self._caller, key, body, properties, timeout)
+        return self._of._publish(self._caller, key, body, properties, timeout)
 
     def flush(self, timeout: float = 30.0) -> Report:
         """As `ShardedPublisher.flush`, for what was published through this batch."""
-        return self._publisher._flush(self._caller, timeout)
+        return self._of._flush(self._caller, timeout)
 
 
 def _to_bytes(body: object) -> bytes:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 
 from interceptors import AioShardedChannel, NotStored, ShardedChannel, ShardedPublisher
 from sharding import InvalidInput, ShardUnavailable, Topology
-from sharding.outcomes import Result
+from sharding.outcomes import Report, Result
+from sharding.stream.producer.producer import Batch
 from spark import PublishOptions
 from spark.write.messages import Messages
 from spark.write.targets import Sender, sender_to
@@ -32,6 +34,7 @@ from tests.support.sharded import (
     raw_channel,
     topology_of,
 )
+from tests.support.streams import environment_of, super_stream_in
 
 pytestmark = pytest.mark.cluster
 
@@ -60,12 +63,44 @@ def test_each_of_two_that_publish_at_once_is_told_of_its_own_rows(
     with task() as first:
         first.send(Messages([b"lost"], [next(keys_of(shard_map, gone))]))
         sending: Any = first
-        wait_until(lambda: sending._batch._publisher.counters["unroutable"])  # it has come back
+        wait_until(lambda: sending._batch._of.counters["unroutable"])  # it has come back
         with task() as second:
             second.send(Messages([b"fine"], [next(keys_of(shard_map, there))]))
             assert second.finish() == 1
         with pytest.raises(NotStored, match="0 stored, 1 unroutable"):
             first.finish()
+
+
+def test_each_of_two_that_flush_one_producer_at_once_is_told_of_its_own_messages(
+    nodes: Cluster,
+) -> None:
+    """09, of stream producers. Whoever flushed first was told of everybody's messages: the one
+    whose partition is there failed for the other's, and that one was told that all is stored."""
+    with (
+        environment_of(nodes, **patient.STREAMS) as environment,
+        super_stream_in(environment, partitions=2) as invoices,
+        # Nothing is written before the flush, so what goes to the deleted one can't be stored.
+        environment.producer(invoices, linger=10 * PATIENCE, batch_messages=1000) as producer,
+    ):
+        gone, there = environment.partitions(invoices)
+        keys = {producer.partition(key): key for key in map(str, range(99))}
+        losing, storing = producer.batch(), producer.batch()
+        lost = losing.send_many([b"lost"] * 50, [keys[gone]] * 50)
+        for _ in range(50):
+            storing.send(b"fine", key=keys[there])
+        environment.delete_stream(gone)
+        start = threading.Barrier(2, timeout=PATIENCE)
+
+        def flush(batch: Batch) -> Report:
+            start.wait()
+            return batch.flush(PATIENCE)
+
+        with ThreadPoolExecutor(2) as callers:
+            report, fine = callers.map(flush, (losing, storing))
+        assert fine == Report(stored=50)
+        assert (report.stored, report.refused + report.unknown, report.pending) == (0, 50, 0)
+        assert [each.number for each in report.not_stored] == list(lost)
+        assert producer.flush(PATIENCE) == Report()
 
 
 def test_messages_with_one_id_have_each_their_own_outcome(

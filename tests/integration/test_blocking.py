@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pika
@@ -16,7 +17,14 @@ from sharding.maps.naming import shards_exchange, unrouted
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
-from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
+from tests.support.sharded import (
+    connection_to,
+    drain,
+    fresh_queue,
+    publish_all,
+    raw_channel,
+    topology_of,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -299,3 +307,65 @@ def test_shard_that_was_gone_for_a_while_is_consumed_again(
     with raw_channel(cluster.nodes[0]) as raw:
         raw.basic_publish("", lost, b"found")
     pump_until(connection, lambda: seen == [b"found"])
+
+
+def test_consuming_goes_on_when_the_broker_has_ended_every_consumer(
+    cluster: Cluster, topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    """Found by an attack: `start_consuming` returned, without a word, and nobody read the shards
+    when they were back."""
+    seen: list[bytes] = []
+
+    def on_message(channel: Any, method: Any, _: Any, body: bytes) -> None:
+        seen.append(body)
+        channel.basic_ack(method.delivery_tag)
+        channel.stop_consuming()
+
+    channel = ShardedChannel(connection.channel(), topology)
+    channel.basic_consume_all(images.logical, on_message)
+
+    def delete_and_make_again() -> None:
+        with raw_channel(cluster.nodes[1]) as raw:
+            for shard in images.shards:
+                raw.queue_delete(shard.name)
+        wait_until(lambda: not channel.consumer_tags)
+        topology.ensure(images.logical)
+        publish_all(topology, images.logical, [("key", b"after")])
+
+    with ThreadPoolExecutor(1) as thread:
+        harm = thread.submit(delete_and_make_again)
+        channel.start_consuming()
+        assert seen == [b"after"]
+        harm.result(PATIENCE)
+
+
+@pytest.mark.parametrize("key", [b"nobody", "nobody"])
+def test_return_of_a_message_whose_key_is_given_as_bytes_is_recognised(
+    topology: Topology, connection: BlockingConnection, key: Any
+) -> None:
+    """Found by an attack: pika takes bytes, and reads text back. The message that came back was
+    taken for none of ours, and its confirm for that of a stored one."""
+    channel = ShardedChannel(connection.channel(), topology, confirm_timeout=PATIENCE)
+    channel.confirm_delivery()
+    with pytest.raises(UnroutableError):
+        channel.basic_publish("", key, b"lost", mandatory=True)
+
+
+def test_names_and_keys_may_be_bytes(
+    cluster: Cluster, topology: Topology, connection: BlockingConnection, images: ShardMap
+) -> None:
+    channel = ShardedChannel(connection.channel(), topology, confirm_timeout=PATIENCE)
+    channel.confirm_delivery()
+    keys = [b"user-1", "käse".encode(), b"\xff\xfe"]
+    for key in keys:
+        given: tuple[Any, Any] = (images.logical.encode(), key)
+        channel.basic_publish(*given, key)
+    for shard in images.shards:
+        here = [body for _, _, body in drain(cluster.nodes[0], [shard.name])]
+        assert here == [key for key in keys if images.shard_of(key) == shard]
+    gone = images.shard_of(b"user-1").name
+    with raw_channel(cluster.nodes[0]) as raw:
+        raw.queue_delete(gone)
+    lost: tuple[Any, Any] = (images.logical, b"user-1")
+    with pytest.raises(ShardUnavailable):
+        channel.basic_publish(*lost, b"lost")

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import aio_pika
@@ -369,6 +370,39 @@ def test_a_channel_that_was_opened_again_keeps_its_consumers(
     asyncio.run(play())
 
 
+def test_a_robust_consumer_whose_shard_has_left_goes_to_another(
+    cluster: Cluster, topology: Topology, images: ShardMap
+) -> None:
+    """Found by an attack: it waited for its shard for ever, without a word."""
+    here = [shard.name for shard in images.shards_on(cluster.nodes[0].name)]
+
+    def leave(gone: str) -> None:
+        left = tuple(shard for shard in images.shards if shard.name != gone)
+        topology.change(
+            lambda state: state.with_map(replace(state.maps[images.logical], shards=left))
+        )
+        with raw_channel(cluster.nodes[1]) as raw:
+            raw.queue_delete(gone)
+
+    async def play() -> None:
+        connected = await aio_pika.connect_robust(cluster.nodes[0].endpoint.amqp_url)
+        async with connected as connection, asyncio.timeout(PATIENCE):
+            channel = AioShardedChannel(await connection.channel(), topology)
+            queue = await channel.declare_queue(images.logical, durable=True)
+            seen: asyncio.Queue[Any] = asyncio.Queue()
+            await queue.consume(seen.put)
+            counts = await asyncio.to_thread(topology.consumer_counts, here)
+            gone, other = sorted(here, key=lambda shard: -(counts[shard] or 0))
+            await asyncio.to_thread(leave, gone)
+            with raw_channel(cluster.nodes[1]) as raw:
+                raw.basic_publish("", other, b"found")
+            message = await seen.get()
+            assert message.body == b"found"
+            await message.ack()
+
+    asyncio.run(play())
+
+
 def test_messages_of_a_key_keep_their_order_from_the_first_one_on(
     cluster: Cluster, images: ShardMap
 ) -> None:
@@ -442,6 +476,22 @@ def test_properties_that_do_not_fit_are_refused_and_the_connection_lives(
         channel.basic_publish(images.logical, "k", b"x", pika.BasicProperties(headers=FAT))
     channel.basic_publish(images.logical, "k", b"x")
     assert channel.counters["confirmed"] == 1
+
+
+def test_the_frames_that_the_connection_agreed_on_count(
+    cluster: Cluster, topology: Topology, images: ShardMap
+) -> None:
+    """Found by an attack: with frames of 4,096 bytes the broker ended the connection (501)."""
+    parameters = patient.parameters(cluster.nodes[0].endpoint.amqp_url)
+    parameters.frame_max = 4_096
+    fits_alone = pika.BasicProperties(headers={"baggage": "x" * 4_030})
+    with pika.BlockingConnection(parameters) as connection:
+        channel = ShardedChannel(connection.channel(), topology, confirm_timeout=PATIENCE)
+        channel.confirm_delivery()
+        with pytest.raises(InvalidInput, match="AMQP has one frame for them"):
+            channel.basic_publish(images.logical, "k", b"x", fits_alone)
+        channel.basic_publish(images.logical, "k", b"x" * 10_000)
+        assert channel.counters["confirmed"] == 1
 
 
 def test_the_same_in_aio_pika(cluster: Cluster, topology: Topology, images: ShardMap) -> None:

@@ -27,6 +27,7 @@ from interceptors import (
 from sharding import Policy, ShardMap, Topology
 from sharding.amqp.session import Channel
 from sharding.cli import maps
+from sharding.cluster.provisioner import net
 from sharding.cluster.stream_log import LogFollower
 from sharding.maps.naming import shards_exchange, unrouted
 from sharding.publishing.unrouted import bring_unrouted
@@ -109,12 +110,66 @@ def test_what_is_published_while_an_exchange_is_made_again_is_brought_to_its_sha
             channel = ShardedChannel(connection.channel(), topology)
             channel.exchange_declare(images.logical, "direct", durable=True)
     else:
-        monkeypatch.setattr(maps, "connected", lambda *_: nullcontext(topology))
-        monkeypatch.setattr(maps, "time", SimpleNamespace(sleep=sys.exit))
-        with pytest.raises(SystemExit):
-            maps.watch()
+        watch_once(topology, monkeypatch)
     found = drain(cluster.nodes[0], [*names(images), unrouted(images.logical)])
     assert found == [(images.shard_of("user-1").name, "user-1", b"in between")]
+
+
+def watch_once(topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `warren shards watch` does at each look."""
+    monkeypatch.setattr(maps, "connected", lambda *_: nullcontext(topology))
+    monkeypatch.setattr(maps, "time", SimpleNamespace(sleep=sys.exit))
+    with pytest.raises(SystemExit):
+        maps.watch()
+
+
+def test_what_was_published_while_a_manager_ended_half_way_is_brought_by_the_next(
+    cluster: Cluster, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after it had made the exchange again and before it was bound: the next one found it
+    there, and what had been confirmed meanwhile stayed unrouted."""
+    images = shard(topology, fresh_queue())
+    with raw_channel(cluster.nodes[1]) as raw:
+        raw.exchange_delete(images.logical)
+        raw.exchange_declare(images.logical, "direct", durable=True, arguments=net(images.logical))
+    with connection_to(cluster.nodes[1]) as connection:
+        channel = ShardedChannel(connection.channel(), topology, confirm_timeout=PATIENCE)
+        channel.confirm_delivery()
+        channel.basic_publish(images.logical, "user-1", b"half-way")
+    watch_once(topology, monkeypatch)
+    found = drain(cluster.nodes[0], [*names(images), unrouted(images.logical)])
+    assert found == [(images.shard_of("user-1").name, "user-1", b"half-way")]
+
+
+def test_what_can_not_be_brought_is_not_tried_at_each_look(
+    cluster: Cluster, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = shard(topology, fresh_queue())
+    tried: list[str] = []
+    whole = maps._bring
+
+    def bring(topology: Topology, logical: str) -> int:
+        tried.append(logical)
+        return whole(topology, logical)
+
+    looks = iter(range(5))
+    monkeypatch.setattr(maps, "_bring", bring)
+    monkeypatch.setattr(maps, "connected", lambda *_: nullcontext(topology))
+    monkeypatch.setattr(
+        maps, "time", SimpleNamespace(sleep=lambda _: next(looks, None) is None and sys.exit())
+    )
+    with raw_channel(cluster.nodes[1]) as raw:
+        raw.confirm_delivery()
+        raw.basic_publish(images.logical, names(images)[0], b"would be stored twice")
+        raw.basic_publish(images.logical, "user-1", b"brought")
+    with pytest.raises(SystemExit):
+        maps.watch()
+    assert 1 <= tried.count(images.logical) < 5
+    found = drain(cluster.nodes[0], [*names(images), unrouted(images.logical)])
+    assert found == [
+        (images.shard_of("user-1").name, "user-1", b"brought"),
+        (unrouted(images.logical), names(images)[0], b"would be stored twice"),
+    ]
 
 
 def test_a_robust_channel_makes_no_exchange_that_leads_nowhere(
@@ -169,11 +224,11 @@ def before_the_log_says_so(monkeypatch: pytest.MonkeyPatch, act: Callable[[], ob
     whole = LogFollower.append
     acted: list[bool] = []
 
-    async def append(log: LogFollower, state: Any) -> bool:
+    async def append(log: LogFollower, before: Any, state: Any) -> bool:
         if state.maps.keys() - log.state.maps.keys() and not acted:
             acted.append(True)
             await asyncio.to_thread(act)
-        return await whole(log, state)
+        return await whole(log, before, state)
 
     monkeypatch.setattr(LogFollower, "append", append)
 

@@ -649,3 +649,52 @@ def test_map_that_changes_moves_what_waits_in_order_and_leaves_the_rest(harmed: 
         mine = set(numbers)
         there = [int(b) for b in found[routing.map.shard_of(key).name] if int(b) in mine]
         assert there == numbers
+
+
+def test_map_of_a_log_that_was_made_again_counts_although_its_epoch_is_lower(
+    cluster: Cluster,
+) -> None:
+    """Found by an audit: what belongs to a shard that the old map did not have went to another one,
+    by the old map, for as long as the publisher lived."""
+    routing = declare(cluster, per_node=2)
+    whole = routing.map
+    half = tuple(shard for shard in whole.shards if shard.name.endswith(" - 0"))
+    routing.map = replace(whole, epoch=12, shards=half)
+    with ShardedPublisher(routing, whole.logical, confirm_timeout=PATIENCE) as publisher:
+        publisher.publish("before", b"before")
+        assert publisher.flush(PATIENCE) == Report(stored=1)
+        routing.map = whole
+        keys = [f"key-{number}" for number in range(100)]
+        for key in keys:
+            publisher.publish(key, key.encode())
+        assert publisher.flush(PATIENCE) == Report(stored=100)
+    for shard, found in bodies(cluster, routing).items():
+        mine = [key.encode() for key in keys if whole.shard_of(key).name == shard]
+        assert [body for body in found if body != b"before"] == mine
+
+
+def test_publisher_that_was_idle_goes_by_the_exchange_of_the_newest_map(cluster: Cluster) -> None:
+    """Found by an attack: the first messages after the plugin's exchange was removed went to the
+    exchange of the map before, and were unknown when that was gone as well."""
+    routing = declare(cluster)
+    logical = routing.map.logical
+    between = f"warren: {logical}"
+    with connect(cluster.nodes[0]) as connection:
+        channel = connection.channel()
+        channel.exchange_declare(between, "direct", durable=True)
+        for shard in routing.map.shards:
+            channel.queue_bind(shard.name, between, shard.name)
+    after = replace(routing.map, epoch=2)
+    routing.map = replace(routing.map, exchange=between)
+    with ShardedPublisher(routing, logical, confirm_timeout=PATIENCE) as publisher:
+        keys = [next(keys_of(routing, shard.name)) for shard in routing.map.shards]
+        for key in keys:
+            publisher.publish(key, b"before")
+        assert publisher.flush(PATIENCE) == Report(stored=3)
+        wait_until(lambda: not publisher._io_thread._ticking)
+        routing.map = after
+        with connect(cluster.nodes[0]) as connection:
+            connection.channel().exchange_delete(between)
+        for key in keys:
+            publisher.publish(key, b"after")
+        assert publisher.flush(PATIENCE) == Report(stored=3)

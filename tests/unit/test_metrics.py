@@ -12,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sharding import InvalidInput, LocalError, metrics
 from sharding.metrics.sources import METRICS, Sample, Subject, added_up, samples_of
-from sharding.outcomes import Outcome, Report, Result, Tally
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 
@@ -102,17 +101,6 @@ def test_label_values_are_added_up_apart() -> None:
 def test_part_of_an_environment_is_in_the_name() -> None:
     source = Source(Subject("streams"), **{"routes.hits": 4})
     assert list(samples_of(source)) == [Sample("warren_routes_hits", (), 4)]
-
-
-def test_totals_survive_reports_and_leave_out_what_may_yet_be_stored() -> None:
-    tally = Tally(10)
-    tally.stored = 3
-    assert tally.take_report(pending=1) == Report(stored=3, pending=1)
-    tally.stored = 2
-    tally.add([Result(1, Outcome.REFUSED, "late")])
-    assert tally.totals == {"stored": 5, "refused": 1, "unroutable": 0, "unknown": 0}
-    assert tally.take_report().stored == 2
-    assert tally.totals["stored"] == 5
 
 
 def test_document_lists_every_metric_and_no_other() -> None:

@@ -48,7 +48,6 @@ class Desk:
             number,
             key or key_of(shard),
             shard,
-            self.ledger.shard_map,
             body,
             None,
             deadline,
@@ -267,10 +266,28 @@ def test_message_of_a_thread_that_still_had_the_old_map_follows_its_key(desk: De
     assert len([*desk.send(NODE_B), *desk.send(NODE_C)]) == 1
 
 
-def test_older_map_changes_nothing(desk: Desk) -> None:
+def test_map_in_force_is_followed_whatever_its_epoch(desk: Desk) -> None:
+    """The log was made again: its epochs begin at 1, and its maps are others."""
     desk.ledger.follow(queue_map("abc", epoch=3))
-    desk.ledger.follow(queue_map("bc", epoch=2))
-    assert desk.ledger.shard_map.epoch == 3
+    anew = queue_map("bcd", epoch=2)
+    desk.ledger.follow(anew)
+    new = anew.shards[2]
+    number = desk.publish(new.name, key=key_of(new.name, anew))
+    assert desk.send(new.node) == [number]
+
+
+def test_what_waits_for_a_shard_whose_keys_have_moved_follows_its_key_in_order(desk: Desk) -> None:
+    key = key_of(A)
+    waiting = [desk.publish(A, key=key) for _ in range(3)]
+    shards = tuple(replace(each, available=each.name != A) for each in MAP.shards)
+    away = replace(MAP, epoch=2, shards=shards)
+    desk.ledger.follow(away)
+    elsewhere = away.shard_of(key)
+    later = desk.publish(elsewhere.name, key=key)
+    assert desk.send(elsewhere.node) == [*waiting, later]
+    desk.ledger.follow(replace(MAP, epoch=3))
+    home = desk.publish(A, key=key)
+    assert desk.send(NODE_A) == [home]
 
 
 def moved(shard_map: ShardMap, shard: str, node: str) -> ShardMap:
@@ -404,7 +421,7 @@ def test_flight_keeps_what_is_not_confirmed(
 ) -> None:
     flight: Flight[None] = Flight()
     for number in range(1, 5):
-        flight.add(Message(number, "k", A, MAP, b"", None, 1.0, Account(1)))
+        flight.add(Message(number, "k", A, b"", None, 1.0, Account(1)))
     for tag, multiple in confirms:
         list(flight.confirm(tag, multiple))
     assert [message.number for message in flight] == left
