@@ -11,6 +11,8 @@ from sharding.errors import InvalidInput
 from sharding.maps.naming import check_name
 
 DEAD_LETTERS_OF_GROUP = "{name}.dead"
+WAIT_SHARE = 0.4
+"""Of the broker's `consumer_timeout`: how long a message may wait here to be begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,11 @@ class GroupOptions:
             )
         if self.dead_letter is not None:
             check_name("dead_letter", self.dead_letter)
+
+    @property
+    def longest_wait(self) -> float | None:
+        """A message that is in hand for so long is not begun any more: its shard is taken again."""
+        return None if self.consumer_timeout is None else self.consumer_timeout * WAIT_SHARE
 
     @property
     def silence_bound(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import secrets
@@ -18,10 +17,9 @@ from sharding.errors import InvalidInput, WarrenError, reason
 from sharding.groups.handling.delivery import check_callback, check_handler, check_returned
 from sharding.groups.handling.tasks import HandlerTasks
 from sharding.groups.handling.threads import Handler, HandlerThreads
+from sharding.groups.log import logger
 from sharding.groups.options import GroupOptions
 from sharding.metrics.sources import Subject
-
-logger = logging.getLogger("warren.groups")
 
 OnFailure = Callable[[BaseException], object]
 _TELLER = "warren-on-failure"

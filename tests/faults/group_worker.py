@@ -13,6 +13,7 @@ While there is FILE with the ending `.hold`, no handler that has begun ends.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import sys
@@ -43,14 +44,36 @@ class Line:
     worker: str
 
 
+class _Written:
+    """A worker's file, of which only what is new is read: tests look at it many times a second,
+    and it grows to tens of thousands of lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._end = 0
+        self._lines: list[Line] = []
+
+    def lines(self) -> list[Line]:
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._end)
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self._end += len(whole)
+            self._lines += map(self._parsed, whole.decode().splitlines())
+        return list(self._lines)
+
+    def _parsed(self, line: str) -> Line:
+        what, at, shard, key, number = line.split("|")
+        return Line(what, float(at), shard, key, int(number), self._path.stem)
+
+
+_written = functools.cache(_Written)
+
+
 def lines_of(path: Path) -> list[Line]:
     """What a worker has written; the last line may be cut off where it was killed."""
-    found = []
-    text = path.read_text() if path.exists() else ""
-    for line in text[: text.rfind("\n") + 1].splitlines():
-        what, at, shard, key, number = line.split("|")
-        found.append(Line(what, float(at), shard, key, int(number), path.stem))
-    return found
+    return _written(path).lines()
 
 
 def hold_of(path: Path) -> Path:

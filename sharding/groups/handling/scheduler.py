@@ -11,6 +11,8 @@ Every message belongs to a lane: a key of a shard. The rules:
 4. Messages of a shard whose lease has run out are not begun. A worker that was frozen may have
    lost its shards without knowing; its lease has run out when it wakes, and only an answer of the
    broker renews it. A shard without a lease is not bound by this.
+5. A message that is in hand for `longest_wait` is not begun, nor tried again. The broker takes a
+   shard away whose messages it waits for too long; this one waits until the shard is taken again.
 """
 
 from __future__ import annotations
@@ -76,9 +78,12 @@ class _Lane:
 
 
 class Lanes:
-    def __init__(self, batch_size: int, batch_wait: float) -> None:
+    def __init__(
+        self, batch_size: int, batch_wait: float, longest_wait: float | None = None
+    ) -> None:
         self._batch_size = batch_size
         self._batch_wait = batch_wait
+        self._longest_wait = float("inf") if longest_wait is None else longest_wait
         self._lanes: dict[LaneId, _Lane] = {}
         self._ready: dict[LaneId, float] = {}  # idle lanes with messages → since when, in turn
         self._later: list[tuple[float, int, Job]] = []
@@ -121,6 +126,9 @@ class Lanes:
             times.append(self._ready[first] + self._batch_wait)
         future = [at for at in times if at > now]
         return min(future, default=None)
+
+    def may_begin(self, job: Job, now: float) -> bool:
+        return all(self._may_begin(ticket, now) for ticket in job.tickets)
 
     def again(self, job: Job, at: float) -> None:
         """Run the same job again from `at` on; its lanes stay busy."""
@@ -201,7 +209,7 @@ class Lanes:
         found = None
         while self._later and self._later[0][0] <= now and found is None:
             entry = heapq.heappop(self._later)
-            if all(self._is_leased(ticket.lane, now) for ticket in entry[2].tickets):
+            if self.may_begin(entry[2], now):
                 found = entry[2]
             else:
                 skipped.append(entry)
@@ -209,12 +217,12 @@ class Lanes:
             heapq.heappush(self._later, entry)
         return found
 
-    def _is_leased(self, lane: LaneId, now: float) -> bool:
-        until = self._leases.get(lane[0])
-        return until is None or now < until
+    def _may_begin(self, ticket: Ticket, now: float) -> bool:
+        until = self._leases.get(ticket.lane[0])
+        return (until is None or now < until) and now - ticket.since < self._longest_wait
 
     def _in_turn(self, now: float) -> Iterator[LaneId]:
-        return (lane for lane in self._ready if self._is_leased(lane, now))
+        return (lane for lane in self._ready if self._may_begin(self._lanes[lane].waiting[0], now))
 
     def _single(self, now: float) -> Job | None:
         lane = next(self._in_turn(now), None)
@@ -318,6 +326,10 @@ class Hung:
     seconds: float
 
 
+class NotBegun:
+    """How a job ended that could not be begun in time: its shard was left, or its lease ran out."""
+
+
 class Scheduler:
     """`on_stored` is called with a ticket when its dead letter is stored; it must reach
     `stored`."""
@@ -331,7 +343,7 @@ class Scheduler:
         self._options = options
         self._chance = chance
         self._on_stored = on_stored
-        self._lanes = Lanes(options.batch_size, options.batch_wait)
+        self._lanes = Lanes(options.batch_size, options.batch_wait, options.longest_wait)
         self._in_hand = 0
         self._out: dict[Ticket, None] = {}  # with a handler, or being stored as a dead letter
         self._with_handler: set[Ticket] = set()
@@ -377,6 +389,11 @@ class Scheduler:
                 ticket.tries += 1
         return job
 
+    def may_begin(self, job: Job, now: float) -> bool:
+        """Whether it may still be begun, for who takes a while between `next_job` and that."""
+        left = any(self._is_leaving(ticket) for ticket in job.tickets)
+        return not left and self._lanes.may_begin(job, now)
+
     def next_time(self, now: float) -> float | None:
         return self._lanes.next_time(now)
 
@@ -388,11 +405,16 @@ class Scheduler:
             since[shard] = min(ticket.since, since.get(shard, ticket.since))
         return since
 
-    def finish(self, job: Job, end: Failed | Hung | None, now: float) -> list[Settled]:
+    def finish(self, job: Job, end: Failed | Hung | NotBegun | None, now: float) -> list[Settled]:
         """Settle what can be settled of a job, and put the rest where it belongs."""
         self._with_handler.difference_update(job.tickets)
         done = len(job.tickets)
-        if end is not None:
+        if isinstance(end, NotBegun):
+            done = 0
+            job.tries -= 1
+            for ticket in job.tickets:
+                ticket.tries -= 1
+        elif end is not None:
             self.counters["hung" if isinstance(end, Hung) else "failed"] += 1
             done = min(end.done, done) if isinstance(end, Failed) else 0
         settled = [self._settle(ticket, Done(), now) for ticket in job.tickets[:done]]
@@ -405,6 +427,9 @@ class Scheduler:
             self._remember(ticket)
         settled += [self._settle(t, GivenBack(), now) for t in rest.tickets if t in leaving]
         rest.tickets = [ticket for ticket in rest.tickets if ticket not in leaving]
+        if isinstance(end, NotBegun):
+            self._wait_again(rest, now)
+            return settled
         return settled + (self._after_failure(rest, end, now) if rest.tickets else [])
 
     def release(self, shard: str, on_released: OnReleased) -> tuple[list[Settled], bool]:
@@ -465,14 +490,13 @@ class Scheduler:
             chance=self._chance(),
         )
         if not isinstance(verdict, GiveUp):
-            for ticket in job.tickets:
-                del self._out[ticket]
-        if isinstance(verdict, Again):
             self.counters["retried"] += len(job.tickets)
-            self._lanes.again(job, now + verdict.delay)
+        if isinstance(verdict, Again):
+            self._wait_again(job, now + verdict.delay)
             return []
         if isinstance(verdict, OneByOne):
-            self.counters["retried"] += len(job.tickets)
+            for ticket in job.tickets:
+                del self._out[ticket]
             self._lanes.alone(job.tickets, now)
             return []
         ticket = job.tickets[0]
@@ -482,6 +506,12 @@ class Scheduler:
         else:
             why, error = Why.FAILED, end.error
         return [(ticket, Dead(why, error, ticket.tries, lambda: self._on_stored(ticket)))]
+
+    def _wait_again(self, job: Job, at: float) -> None:
+        for ticket in job.tickets:
+            del self._out[ticket]
+        if job.tickets:
+            self._lanes.again(job, at)
 
     def _settle(self, ticket: Ticket, outcome: Outcome, now: float) -> Settled:
         self._in_hand -= 1

@@ -3,6 +3,9 @@
 Everything here is called on one asyncio loop. A handler that takes longer than `handler_timeout` is
 cancelled; one that does not let itself be cancelled is lost, as a thread would be.
 
+The clock is Python's, and not the loop's: uvloop's stands still while a callback runs, however
+long, and no lease would run out meanwhile.
+
 The loop is the application's, and lets anybody cancel anything. A handler whose own task is
 cancelled has failed. A task of ours that somebody else cancels is one of all tasks of the loop, the
 group's others included: nothing more is begun, and `on_failure` is called.
@@ -12,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import os
 import random
+import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from typing import Any
 
@@ -27,11 +30,19 @@ from sharding.groups.handling.delivery import (
     check_returned,
     failure_of,
 )
-from sharding.groups.handling.scheduler import Hung, Job, OnReleased, Scheduler, Settled, Ticket
-from sharding.groups.handling.threads import end_forked_child, log_failure, log_safely, tell
+from sharding.groups.handling.scheduler import (
+    Hung,
+    Job,
+    NotBegun,
+    OnReleased,
+    Scheduler,
+    Settled,
+    Ticket,
+)
+from sharding.groups.handling.threads import end_forked_child, log_failure, tell
+from sharding.groups.log import logger
 from sharding.groups.options import GroupOptions
 
-logger = logging.getLogger("warren.groups")
 _random = random.Random()  # its own, so that nobody else's sequence of numbers changes
 
 AioHandler = Callable[[Any], Awaitable[object]]
@@ -45,7 +56,7 @@ class HandlerTasks:
         handler: AioHandler,
         options: GroupOptions,
         *,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
         on_failure: Callable[[GroupFailed], None] = lambda _: None,
         on_interrupt: Callable[[], None] = lambda: None,
         chance: Callable[[], float] = _random.random,
@@ -143,13 +154,11 @@ class HandlerTasks:
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log_safely(logging.ERROR, "a handler's task failed", error=task.exception())
+            logger.error("a handler's task failed", exc_info=task.exception())
         self._begin()
 
     async def _run(self, job: Job) -> None:
-        deliveries = job.deliveries()
-        given: Any = deliveries if self._options.batch_size > 1 else deliveries[0]
-        handling = self._loop.create_task(self._call(given))
+        handling = self._loop.create_task(self._call(job))
         self._handling.add(handling)
         handling.add_done_callback(self._handling.discard)
         try:
@@ -163,7 +172,9 @@ class HandlerTasks:
             end = failure_of(error)
         self._after(self._scheduler.finish(job, end, self._clock()))
 
-    async def _end_of(self, handling: asyncio.Task[Any], job: Job) -> Failed | Hung | None:
+    async def _end_of(
+        self, handling: asyncio.Task[Any], job: Job
+    ) -> Failed | Hung | NotBegun | None:
         await asyncio.wait([handling], timeout=self._options.handler_timeout)
         if not handling.done():
             limit = self._options.handler_timeout or 0.0
@@ -171,14 +182,19 @@ class HandlerTasks:
             return Hung(limit)
         # Cancelled in the moment in which it returned: else its own call would have seen it.
         error = asyncio.CancelledError() if handling.cancelled() else handling.result()
-        if error is None:
-            return None
+        if error is None or type(error) is NotBegun:  # isinstance() would ask the error itself
+            return error
         failed = failure_of(error)
         log_failure(job, error, failed)
         return failed
 
-    async def _call(self, given: Any) -> BaseException | None:
+    async def _call(self, job: Job) -> BaseException | NotBegun | None:
+        # A task begins when the loop comes to it, and that may have been blocked for long.
+        if not self._scheduler.may_begin(job, self._clock()):
+            return NotBegun()
         try:
+            deliveries = job.deliveries()
+            given: Any = deliveries if self._options.batch_size > 1 else deliveries[0]
             returned: object = self._handler(given)
             # A plain function has done its work when it returns.
             check_returned(await returned if inspect.isawaitable(returned) else returned)
@@ -192,7 +208,7 @@ class HandlerTasks:
         return None
 
     async def _cancel(self, handling: asyncio.Task[Any], limit: float) -> None:
-        log_safely(logging.ERROR, "a handler has not returned for %g s; it is cancelled", limit)
+        logger.error("a handler has not returned for %g s; it is cancelled", limit)
         handling.cancel()
         await asyncio.wait([handling], timeout=CANCEL_GRACE)
         if handling.done():

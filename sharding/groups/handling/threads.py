@@ -30,13 +30,11 @@ thread from outside.
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from sharding.groups.handling.delivery import (
@@ -49,9 +47,9 @@ from sharding.groups.handling.delivery import (
     failure_of,
 )
 from sharding.groups.handling.scheduler import Hung, Job, OnReleased, Scheduler, Settled, Ticket
+from sharding.groups.log import logger
 from sharding.groups.options import GroupOptions
 
-logger = logging.getLogger("warren.groups")
 _random = random.Random()  # its own, so that nobody else's sequence of numbers changes
 
 Handler = Callable[[Any], object]
@@ -172,7 +170,7 @@ class HandlerThreads:
                 job = self._next_job(me)
         except BaseException as error:
             failed = failure_of(error)
-            log_safely(logging.ERROR, "a thread for handlers goes on after %s", failed.error)
+            logger.error("a thread for handlers goes on after %s", failed.error)
             self._settle_what_is_left(me, failed)
             return False
         return True
@@ -273,8 +271,7 @@ class HandlerThreads:
             settled = self._settle(job, Hung(limit))
         most = self._options.max_lost_threads
         too_many = lost > most
-        log_safely(
-            logging.ERROR,
+        logger.error(
             "a handler has not returned for %g s; its thread is lost, the %d. of at most %d",
             limit,
             lost,
@@ -300,17 +297,8 @@ def end_forked_child(process: int) -> None:
     done twice, and its parent goes on with the message.
     """
     if os.getpid() != process:
-        log_safely(logging.ERROR, "a handler has forked and its child returned; the child is ended")
+        logger.error("a handler has forked and its child returned; the child is ended")
         os._exit(1)
-
-
-def log_safely(level: int, text: str, *args: object, error: BaseException | None = None) -> None:
-    """Log, whatever filters of the application's raise, or the error itself when it is shown."""
-    try:
-        logger.log(level, text, *args, exc_info=error)
-    except BaseException:
-        with suppress(BaseException):
-            logger.log(level, text, *args)
 
 
 def log_failure(job: Job, error: BaseException, failed: Failed) -> None:
@@ -320,14 +308,13 @@ def log_failure(job: Job, error: BaseException, failed: Failed) -> None:
     what = (
         f"key {first.delivery.key!r}" if len(job.tickets) == 1 else f"{len(job.tickets)} messages"
     )
-    log_safely(
-        logging.WARNING,
+    logger.warning(
         "a handler failed on %s of %s, attempt %d: %s",
         what,
         shards,
         first.tries,
         failed.error,
-        error=error if first.tries == 1 else None,
+        exc_info=error if first.tries == 1 else None,
     )
 
 
@@ -337,4 +324,4 @@ def tell(settled: list[Settled]) -> None:
         try:
             ticket.on_done(outcome)
         except Exception as error:
-            log_safely(logging.ERROR, "the owner of a message failed to settle it", error=error)
+            logger.error("the owner of a message failed to settle it", exc_info=error)

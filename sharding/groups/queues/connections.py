@@ -21,6 +21,7 @@ import pika.channel
 from sharding.amqp.session import Channel, Session
 from sharding.backoff import Backoff
 from sharding.errors import RemoteError, Unreachable, WarrenError, reason
+from sharding.groups.log import logger
 from sharding.groups.options import GroupOptions
 
 
@@ -54,7 +55,6 @@ def for_a_worker(
     return own
 
 
-logger = logging.getLogger("warren.groups")
 _random = random.Random()  # its own, so that nobody else's sequence of numbers changes
 
 FIRST_PAUSE = 0.1

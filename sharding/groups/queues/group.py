@@ -7,9 +7,7 @@ handlers in threads, the second on the application's loop and handlers as tasks.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -18,14 +16,13 @@ from sharding.errors import InvalidInput, WarrenError
 from sharding.groups.handling.delivery import GroupFailed
 from sharding.groups.handling.tasks import AioHandler, HandlerTasks
 from sharding.groups.handling.threads import Handler, HandlerThreads
+from sharding.groups.log import logger
 from sharding.groups.options import GroupOptions
 from sharding.groups.queues.connections import Dialer
 from sharding.groups.queues.shard_reader import Runner
 from sharding.groups.queues.worker import QueueWorker, exchange_of
 from sharding.groups.running import SIGNALS, BlockingFront, GroupFront, OnFailure
 from sharding.maps.shard_map import ShardKind, ShardMap
-
-logger = logging.getLogger("warren.groups")
 
 LEAVE_TIMEOUT = 5.0
 """For closing channels and connections, after the handlers have ended."""
@@ -108,9 +105,7 @@ class ConsumerGroup(BlockingFront):
         assert self._runner is not None
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
-        self._worker = self._queue.new_worker(
-            self.worker, self._runner, self.options, time.monotonic
-        )
+        self._worker = self._queue.new_worker(self.worker, self._runner, self.options)
         started.set()
         working = asyncio.create_task(self._worker.run())
         ending = asyncio.create_task(self._ended.wait())
@@ -182,12 +177,10 @@ class LogicalQueue:
             logger.debug("the map of %s is the one known before: %s", self._logical, error)
         return self._last
 
-    def new_worker(
-        self, me: str, runner: Runner, options: GroupOptions, clock: Callable[[], float]
-    ) -> QueueWorker:
+    def new_worker(self, me: str, runner: Runner, options: GroupOptions) -> QueueWorker:
         name = f"{me} of {self._logical}"
         dialer = Dialer(self.topology.connection_parameters, name, options)
-        return QueueWorker(me, self.current, runner, dialer, options, self._logical, clock)
+        return QueueWorker(me, self.current, runner, dialer, options, self._logical)
 
 
 class AioConsumerGroup(GroupFront):
@@ -249,13 +242,10 @@ class AioConsumerGroup(GroupFront):
         self._runner = HandlerTasks(
             self._handler,
             self.options,
-            clock=loop.time,
             on_failure=self._fail,
             on_interrupt=self._stop_wanted.set,
         )
-        worker = self._worker = self._queue.new_worker(
-            self.worker, self._runner, self.options, loop.time
-        )
+        worker = self._worker = self._queue.new_worker(self.worker, self._runner, self.options)
         self._working = asyncio.create_task(worker.run())
         self._working.add_done_callback(self._on_worker_ended)
 

@@ -9,7 +9,6 @@ free the lock while messages are out, and the next reader would get later messag
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from collections import Counter, deque
@@ -22,11 +21,10 @@ from sharding.backoff import Backoff
 from sharding.errors import RemoteError, WarrenError, reason
 from sharding.groups.handling.delivery import NO_HEADERS, Dead, Delivery, Done, OnDone, Outcome
 from sharding.groups.handling.scheduler import OnReleased
+from sharding.groups.log import logger
 from sharding.groups.options import GroupOptions
 from sharding.groups.queues.connections import SideConnection
 from sharding.groups.queues.dead_letter import dead_letter
-
-logger = logging.getLogger("warren.groups")
 
 _random = random.Random()  # its own, so that nobody else's sequence of numbers changes
 _BACKOFF = Backoff(first=0.1, longest=5.0)
@@ -34,8 +32,12 @@ _BACKOFF = Backoff(first=0.1, longest=5.0)
 
 
 def is_in_use(error: Refused) -> bool:
-    """Whether another reads the shard; the broker says the same code where a right is missing."""
-    return error.code == ACCESS_REFUSED and error.text.endswith("in exclusive use")
+    """Whether another reads the shard; the broker says the same code where a right is missing.
+
+    It says `queue '…' in vhost '…' in exclusive use`, or `access to queue '…'`. Of a long name the
+    end is cut off, so the beginning tells.
+    """
+    return error.code == ACCESS_REFUSED and error.text.startswith("ACCESS_REFUSED - queue '")
 
 
 class NotLockable(WarrenError):
@@ -82,18 +84,16 @@ class ShardReader:
         self._leaving = False
         self._storing: set[asyncio.Task[None]] = set()
 
-    async def start(
-        self, session: Session, options: GroupOptions, *, prove: bool, until: float
-    ) -> None:
+    async def start(self, session: Session, options: GroupOptions, *, until: float) -> None:
         """Take the lock and begin to read; `Refused` (403) if another holds it.
 
-        `prove` has the lock tried: a quorum queue accepts a second exclusive consumer (seen on 3.10
-        and 4.0). Messages wait until that is known.
+        The lock is tried: a quorum queue accepts a second exclusive consumer (seen on 3.10 and
+        4.0). Messages wait until that is known. Each time, because a queue may have been deleted
+        and made again as one of another type while another worker had it.
         """
         await self.channel.qos(options.prefetch)
         await self.channel.consume(self.shard, self._on_message, exclusive=True)
-        if prove:
-            await self._prove_lock(session)
+        await self._prove_lock(session)
         self._runner.accept(self.shard)
         self._runner.set_lease(self.shard, until)
         early, self._early = self._early, None

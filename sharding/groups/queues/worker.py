@@ -8,7 +8,6 @@ a few times a second. Every step may fail, and is then simply decided again at a
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -19,6 +18,7 @@ import pika
 from sharding.amqp.session import ACCESS_REFUSED, PRECONDITION_FAILED, Channel, Refused
 from sharding.errors import WarrenError, reason
 from sharding.groups.handling.delivery import GroupFailed
+from sharding.groups.log import logger
 from sharding.groups.options import GroupOptions
 from sharding.groups.queues.connections import Dialer, NodeConnections, SideConnection
 from sharding.groups.queues.shard_reader import (
@@ -32,8 +32,6 @@ from sharding.groups.sharing.assignment import Assignment, Hands, Renewals
 from sharding.groups.sharing.roster import Announcement, Kind, Roster
 from sharding.maps.naming import check_name
 from sharding.maps.shard_map import ShardMap
-
-logger = logging.getLogger("warren.groups")
 
 LOOK_INTERVAL = 0.25
 COUNTED = (
@@ -77,7 +75,6 @@ class QueueWorker:
         self._assignment = Assignment(me, options)
         self._renewals = Renewals(options.consumer_timeout)
         self._renewing: set[str] = set()
-        self._locks_proved: set[str] = set()
         self._changed = asyncio.Event()
         self._failure: WarrenError | None = None
         self._winding_down = False
@@ -217,7 +214,6 @@ class QueueWorker:
                 await reader.start(
                     session,
                     self._options,
-                    prove=shard not in self._locks_proved,
                     until=self._nodes.proved(node) + self._options.heartbeat,
                 )
         except NotLockable as error:
@@ -233,7 +229,6 @@ class QueueWorker:
             channel.close()
 
     def _on_taken(self, shard: str, reader: ShardReader) -> None:
-        self._locks_proved.add(shard)
         self._trouble.pop(shard, None)
         self._assignment.attempts.taken(shard)
         self._readers[shard] = reader

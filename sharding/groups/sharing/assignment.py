@@ -20,7 +20,8 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from sharding.groups.options import GroupOptions
+from sharding.backoff import Backoff
+from sharding.groups.options import WAIT_SHARE, GroupOptions
 from sharding.maps.slots import murmur3
 
 
@@ -30,10 +31,16 @@ class Decision:
     take: tuple[str, ...] = ()
 
 
-def decide(me: str, held: Mapping[str, frozenset[str]], shards: Iterable[str]) -> Decision:
+def decide(
+    me: str,
+    held: Mapping[str, frozenset[str]],
+    shards: Iterable[str],
+    kept: Set[str] = frozenset(),
+) -> Decision:
     """What `me` should do. `held` says of each worker, `me` included, which shards it holds.
 
-    `shards` are those that exist as far as `me` knows; one that somebody holds exists as well.
+    `shards` are those that exist as far as `me` knows; one that somebody holds exists as well. Of
+    its own, `me` gives up none that are `kept`.
 
     >>> decide("b", {"a": frozenset({"s1", "s2", "s3"}), "b": frozenset()}, ["s1", "s2", "s3"])
     Decision(give_up=frozenset(), take=())
@@ -47,7 +54,7 @@ def decide(me: str, held: Mapping[str, frozenset[str]], shards: Iterable[str]) -
     shares = fair_shares({worker: len(mine) for worker, mine in held.items()}, len(every))
     surplus = len(held[me]) - shares[me]
     if surplus > 0:
-        return Decision(give_up=frozenset(in_hashed_order(held[me])[:surplus]))
+        return Decision(give_up=frozenset(in_hashed_order(held[me] - kept)[:surplus]))
     return Decision(take=tuple(_dealt(me, held, shares, in_hashed_order(every - taken))))
 
 
@@ -141,6 +148,29 @@ class Attempts:
         return [shard for shard, since in self._free_since.items() if now - since > self._patience]
 
 
+class Unwanted:
+    """Shards that nobody else took for long, so that this worker did: others may not reach them.
+
+    They are kept. Given up as surplus, such a shard would be unread again until it is overdue, and
+    then be surplus again. They are offered once in a while, each time later: the others may be able
+    to take them by now.
+    """
+
+    def __init__(self, first: float, longest: float) -> None:
+        self._pauses = Backoff(first, longest, spread=0)
+        self._offers: Counter[str] = Counter()
+        self._until: dict[str, float] = {}
+
+    def take(self, shard: str, now: float) -> None:
+        self._offers[shard] += 1
+        self._until[shard] = now + self._pauses.pause(self._offers[shard], chance=1)
+
+    def kept(self, held_by_others: Iterable[str], now: float) -> frozenset[str]:
+        for shard in self._until.keys() & set(held_by_others):  # so somebody takes it
+            del self._until[shard], self._offers[shard]
+        return frozenset(shard for shard, until in self._until.items() if now < until)
+
+
 # One worker's look: what it takes and leaves now. Workers of queues and of streams both drive it,
 # by saying what there is and what they have, and by doing what it says. The rules:
 #
@@ -152,7 +182,7 @@ class Attempts:
 #    since an earlier look.
 # 4. What is dealt to this worker is tried, with `take_interval` between two attempts. So is what
 #    has been free for three times `member_timeout`, by whoever sees it: the one that should take
-#    it can't, or sees others than we do.
+#    it can't, or sees others than we do. That one is kept, though it be surplus (`Unwanted`).
 # 5. Nothing is tried that is held, asked for or waited for, nor before it has been left entirely.
 #
 # The broker has two kinds of lock, and `Hands` says with which this worker has to do:
@@ -203,7 +233,9 @@ class Assignment:
 
     def __init__(self, me: str, options: GroupOptions) -> None:
         self._me = me
-        self.attempts = Attempts(options.take_interval, patience=3 * options.member_timeout)
+        timeout = options.member_timeout
+        self.attempts = Attempts(options.take_interval, patience=3 * timeout)
+        self._unwanted = Unwanted(first=100 * timeout, longest=1200 * timeout)
 
     def look(
         self,
@@ -218,13 +250,15 @@ class Assignment:
         """
         held, attempts = frozenset(mine.held), self.attempts
         there = frozenset(each for each in shards - away if not attempts.is_away(each, now))
-        decision = decide(self._me, {**others, self._me: held}, there)
+        taken = frozenset[str]().union(*others.values())
+        kept = self._unwanted.kept(taken, now)
+        decision = decide(self._me, {**others, self._me: held}, there, kept)
 
         leave = dict.fromkeys((held | mine.in_line) - shards - mine.leaving, Cause.GONE)
         leaving = held & (mine.leaving | leave.keys())
         leave |= dict.fromkeys(still_to_leave(decision.give_up, leaving), Cause.SURPLUS)
 
-        overdue = attempts.overdue(there.difference(held, *others.values()), now)
+        overdue = attempts.overdue(there - held - taken, now)
         wanted = dict.fromkeys([*decision.take, *overdue])
         lines = mine.in_line - wanted.keys() - mine.leaving - leave.keys()
         leave |= dict.fromkeys(lines, Cause.ANOTHERS)
@@ -233,6 +267,8 @@ class Assignment:
         take = tuple(each for each in wanted if each not in busy and attempts.is_due(each, now))
         for shard in take:
             attempts.begin(shard, now)
+            if shard not in decision.take and shard not in kept:
+                self._unwanted.take(shard, now)
         return Moves(take, leave)
 
 
@@ -245,8 +281,9 @@ class Assignment:
 #    looked at every tenth, so none waits for longer than half.
 # 3. What a handler is at work on does not count: it can't be given back. So handlers have the other
 #    half, and only one that takes longer than that may lose its shard.
+# 4. So nothing is begun, or tried again, that is in hand for two fifths already (the scheduler's
+#    rule 5). One that fails again and again would be at work whenever somebody looks.
 
-WAIT_SHARE = 0.4
 LOOK_SHARE = 0.1
 
 

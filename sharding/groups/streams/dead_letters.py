@@ -8,7 +8,6 @@ its application properties too, and beside them why, where and when, as far as t
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 from collections.abc import Callable
@@ -19,13 +18,12 @@ from typing import Any, NamedTuple
 from sharding.backoff import Backoff
 from sharding.errors import InvalidInput, WarrenError, reason
 from sharding.groups.handling.delivery import Dead, Delivery
+from sharding.groups.log import logger
 from sharding.groups.streams.progress import Counts
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.messages.amqp_values import AmqpValue
 from sharding.stream.messages.message import Message, encode_message
 from sharding.stream.producer.producer import Producer
-
-logger = logging.getLogger("warren.groups")
 
 _FLUSH_TIMEOUT = 10.0
 _CLOSE_TIMEOUT = 1.0

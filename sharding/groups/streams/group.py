@@ -8,17 +8,14 @@ It is the front of a `StreamWorker`, which has threads of its own.
 
 from __future__ import annotations
 
-import logging
-
 from sharding.groups.handling.threads import Handler, HandlerThreads
+from sharding.groups.log import logger
 from sharding.groups.options import GroupOptions
 from sharding.groups.running import BlockingFront, OnFailure
 from sharding.groups.streams.options import StreamGroupOptions, for_streams
 from sharding.groups.streams.worker import Partitions, StreamWorker, members_stream
 from sharding.stream.environment import StreamEnvironment
 from sharding.stream.errors import NotSupported
-
-logger = logging.getLogger("warren.groups")
 
 FIRST_VERSION = (3, 11)
 

@@ -53,6 +53,11 @@ class StreamGroupOptions(GroupOptions):
             raise InvalidInput("follow_interval", "must be more than 0", self.follow_interval)
         self.reading("any")
 
+    @property
+    def longest_wait(self) -> float | None:
+        """A stream's broker waits for a message as long as it takes."""
+        return None
+
     def reading(self, group: str) -> ConsumerOptions:
         """The same for the stream client, whose rules hold too."""
         return ConsumerOptions(

@@ -16,7 +16,6 @@ word and wake it. The rules:
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,11 +26,12 @@ from typing import NamedTuple
 
 from sharding.errors import OutcomeUnknown, WarrenError, is_retryable
 from sharding.groups.handling.threads import HandlerThreads
+from sharding.groups.log import logger
 from sharding.groups.streams.options import StreamGroupOptions
 from sharding.groups.streams.progress import Counts, DeadLetterStore, Turn
 from sharding.stream.connections.access import Access
 from sharding.stream.connections.connection import StreamClient
-from sharding.stream.consumer.data_loss import without_gap
+from sharding.stream.consumer.data_loss import is_stray, without_gap
 from sharding.stream.consumer.inbox import Inbox, Lane, Taken
 from sharding.stream.consumer.offset_store import store_offset, store_offset_surely
 from sharding.stream.consumer.starting import turn_offset, witness_before
@@ -43,8 +43,6 @@ from sharding.stream.options import ConsumerOptions, offset_spec
 from sharding.stream.protocol.constants import NEXT, Limits, OffsetSpec
 from sharding.stream.protocol.handshake import ExchangeCommandVersions
 from sharding.stream.protocol.versions import OURS
-
-logger = logging.getLogger("warren.groups")
 
 _TRY_AGAIN = 0.2
 _TIMEOUT = 5.0
@@ -245,6 +243,9 @@ class PartitionReader:
         if taken is None:
             return
         self._subscription.give_back(taken)
+        if is_stray(taken, self._subscription, self._shared.access):
+            self._inbox.put_back(taken)
+            return
         taken, loss = without_gap(taken, self._subscription, self._shared.access, "raise")
         if loss is not None:
             if self._shared.options.on_data_loss == "raise":
@@ -471,9 +472,7 @@ def messages_of(taken: Taken, limits: Limits) -> Iterator[Message]:
     stream = taken.lane.stream
     for chunk in taken.chunks:
         timestamp = parse_header(chunk).timestamp
-        for offset, raw in messages(chunk, limits):
-            if offset < taken.first:
-                continue
+        for offset, raw in messages(chunk, limits, taken.first, stream):
             try:
                 yield decode_message(raw, offset=offset, timestamp=timestamp, stream=stream)
             except ProtocolError:

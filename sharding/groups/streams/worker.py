@@ -16,12 +16,12 @@ then which partitions there are.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping
 
 from sharding.errors import WarrenError
 from sharding.groups.handling.threads import HandlerThreads
+from sharding.groups.log import logger
 from sharding.groups.options import GroupOptions
 from sharding.groups.sharing.assignment import Assignment, Hands
 from sharding.groups.sharing.roster import Announcement, Kind, Roster
@@ -43,8 +43,6 @@ from sharding.stream.errors import StreamNotFound, StreamReplaced
 from sharding.stream.options import StreamArguments
 from sharding.stream.producer.producer import Producer
 from sharding.stream.protocol.constants import MIB
-
-logger = logging.getLogger("warren.groups")
 
 LOOK_INTERVAL = 0.25
 _LEAVE_TIMEOUT = 3.0

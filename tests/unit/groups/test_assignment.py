@@ -527,6 +527,25 @@ def test_what_a_worker_does_not_take_that_should_is_not_left_unread(seed: int, l
     assert not group.workers[-1].held
 
 
+@both_kinds
+def test_what_a_worker_can_not_take_is_read_by_the_others_on_and_on(lines: bool) -> None:
+    """They gave it up as surplus as soon as they had it, and nobody read it for nine seconds: 97 %
+    of the time, as long as a worker announced itself that does not reach a node."""
+    group = Group(1, lines=lines)
+    group.add("a", "b", "idle")
+    idle = group.workers[-1]
+    idle.does_nothing = True
+    group.run(60)
+    ticks = 4 * 120
+    unread = 0
+    for _ in range(ticks):
+        group.tick()
+        unread += len(SHARDS) - sum(len(each.held) for each in group.workers)
+    assert unread < 0.1 * ticks * len(SHARDS)  # while they are offered, more and more seldom
+    idle.does_nothing = False
+    group.until(group.is_fair, 900)
+
+
 # Taking a shard anew.
 
 

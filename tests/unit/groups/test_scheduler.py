@@ -18,8 +18,9 @@ from sharding.groups.handling.delivery import (
     Why,
     failure_of,
 )
-from sharding.groups.handling.scheduler import Hung, Job, Scheduler, Ticket
+from sharding.groups.handling.scheduler import Hung, Job, NotBegun, Scheduler, Ticket
 from sharding.groups.options import GroupOptions, Retry
+from sharding.groups.streams.options import StreamGroupOptions
 
 RETRY = Retry(attempts=3, first_delay=1, factor=2, jitter=0)
 FAILURE = failure_of(ValueError("no\nsecond line"))
@@ -31,7 +32,7 @@ class Runner:
     def __init__(self, **options: object) -> None:
         self.now = 0.0
         self.ends: dict[str, Outcome] = {}
-        given = {"retry": RETRY, **options}
+        given = {"retry": RETRY, "consumer_timeout": None, **options}
         self.scheduler = Scheduler(
             GroupOptions(**given),  # type: ignore[arg-type]  # checked when it runs
             chance=lambda: 0.5,
@@ -59,7 +60,7 @@ class Runner:
         assert job is not None
         return bodies(job.tickets), job
 
-    def finish(self, job: Job, end: Failed | Hung | None = None) -> None:
+    def finish(self, job: Job, end: Failed | Hung | NotBegun | None = None) -> None:
         self.tell(self.scheduler.finish(job, end, self.now))
 
     def tell(self, settled: list[tuple[Ticket, Outcome]]) -> None:
@@ -369,3 +370,50 @@ def test_attempts_of_another_message_are_not_taken_for_those_of_the_one_before()
     runner.add("a2")
     _, job = runner.begin()
     assert job.tickets[0].delivery.attempt == 1
+
+
+def test_a_message_in_hand_for_too_long_is_not_tried_again_before_its_shard_is_taken_anew() -> None:
+    """A handler that fails after a while was at work whenever somebody looked for what waits: the
+    broker took the shard away in the middle of it."""
+    runner = Runner(consumer_timeout=100)
+    runner.add("a1", "a2")
+    _, job = runner.begin()
+    runner.now = 39
+    runner.add("b1")
+    runner.finish(job, FAILURE)
+    runner.now = 41
+    assert runner.run() == ["b1"]
+    assert runner.job() is None
+    assert runner.scheduler.waiting_since() == {"s": 0}
+
+    runner.tell(runner.scheduler.release("s", lambda: None)[0])
+    runner.scheduler.accept("s")
+    again = Delivery(b"a1", "a", "s", redelivered=True)
+    runner.scheduler.submit("a", again, lambda _: None, runner.now)
+    _, job = runner.begin()
+    assert [each.attempt for each in job.deliveries()] == [2]
+
+
+def test_where_the_broker_waits_for_ever_a_message_may_be_tried_so_late() -> None:
+    for options in (GroupOptions(consumer_timeout=None), StreamGroupOptions(consumer_timeout=100)):
+        assert options.longest_wait is None
+
+
+def test_what_could_not_be_begun_in_time_was_not_tried() -> None:
+    runner = Runner()
+    runner.scheduler.set_lease("s", 5)
+    runner.add("a1", "a2")
+    _, job = runner.begin()
+    assert runner.scheduler.may_begin(job, runner.now)
+    runner.now = 6
+    assert not runner.scheduler.may_begin(job, runner.now)
+    runner.finish(job, NotBegun())
+    assert runner.job() is None
+    runner.scheduler.set_lease("s", 10)
+    names, job = runner.begin()
+    assert (names, [each.attempt for each in job.deliveries()]) == (["a1"], [1])
+
+    runner.scheduler.release("s", lambda: None)
+    assert not runner.scheduler.may_begin(job, runner.now)
+    runner.finish(job, NotBegun())
+    assert runner.ends["a1"] == GivenBack()

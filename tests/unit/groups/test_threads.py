@@ -221,3 +221,30 @@ def test_asynchronous_handlers_are_cancelled_when_stopping_takes_too_long() -> N
         assert ends.take(1) == {"a2": GivenBack()}
 
     run_without_waiting(main())
+
+
+def test_nothing_is_begun_whose_lease_ran_out_while_the_loop_was_blocked() -> None:
+    """A task that was made in time began when the loop came to it, and what it handled others had
+    handled by then."""
+    now = 0.0
+    begun: list[bytes] = []
+
+    async def handle(delivery: Delivery) -> None:
+        nonlocal now
+        begun.append(delivery.body)
+        now += 10  # blocks the loop
+
+    async def main() -> None:
+        ends = Ends()
+        shop = HandlerTasks(handle, GroupOptions(parallelism=2), clock=lambda: now)
+        shop.set_lease("s", 5)
+        ends.submit(shop, "a1", "b1")
+        await asyncio.sleep(1)
+        assert ends.take(1) == {"a1": Done()}
+        assert begun == [b"a1"]
+        shop.set_lease("s", 15)
+        await asyncio.sleep(1)
+        assert ends.take(1) == {"b1": Done()}
+        assert await shop.stop(PATIENCE)
+
+    run_without_waiting(main())
