@@ -34,13 +34,14 @@ from sharding.stream.options import (
     StreamArguments,
 )
 from sharding.stream.producer.partitioning import Unroutable
-from sharding.stream.producer.producer import Producer
+from sharding.stream.producer.producer import Batch, Producer
 from sharding.stream.protocol.constants import Broker, Limits
 from sharding.stream.routes.values import StreamRoute
 
 __all__ = [
     "AccessRefused",
     "AuthenticationFailed",
+    "Batch",
     "Broker",
     "Columns",
     "Compression",

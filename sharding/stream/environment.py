@@ -39,13 +39,15 @@ from sharding.stream.consumer.offset_store import check_offset, store_offset_sur
 from sharding.stream.consumer.probe import Ends, leader_ends
 from sharding.stream.consumer.ranges import RangeReading, offset_at, read_range
 from sharding.stream.errors import StreamNotFound
+from sharding.stream.forks import of_this_process
 from sharding.stream.options import ConsumerOptions, ProducerOptions, RouteOptions, StreamArguments
 from sharding.stream.producer.partitioning import BrokerRoutes, PartitionFunction, by_hash
 from sharding.stream.producer.producer import Producer
 from sharding.stream.protocol.commands import QueryOffset, QueryPublisherSequence
 from sharding.stream.protocol.constants import Broker, Limits
 from sharding.stream.routes.cache import RouteCache
-from sharding.stream.routes.values import Partitions, Placement, StreamRoute
+from sharding.stream.routes.placement import Placement
+from sharding.stream.routes.values import Partitions, StreamRoute
 from sharding.stream.uris import StreamUri, parse_all
 
 
@@ -65,7 +67,7 @@ class EnvironmentOptions:
     """The addresses lead to a load balancer: connections are made until the wanted node answers."""
     address_resolver: AddressResolver | None = None
     """From the address that a node advertises to the one to dial, where they differ. With a load
-    balancer the default is the first address of the environment."""
+    balancer it gets that one's address."""
     tls: ssl.SSLContext | None = None
     """How to check certificates; the default for +tls addresses trusts the system's authorities."""
     server_name: str | None = None
@@ -136,6 +138,7 @@ class StreamEnvironment:
             time.monotonic,
             random.Random(),
         )
+        of_this_process(self, self._locator, self._routes, self._pool, self._recovery)
 
     def __enter__(self) -> StreamEnvironment:
         return self
@@ -264,6 +267,7 @@ class StreamEnvironment:
         self._open.add(borrower)
         with self._lending:
             self._single_pool = self._single_pool or self._new_pool(capacity=1)
+            of_this_process(borrower, self._single_pool)
             return replace(self._access, pool=DedicatedConnections(self._single_pool))
 
     def producer(
@@ -287,6 +291,7 @@ class StreamEnvironment:
             target=name,
         )
         self._open.add(producer)
+        of_this_process(producer)
         return producer
 
     def consumer(
@@ -297,6 +302,7 @@ class StreamEnvironment:
         chosen = replace(options or ConsumerOptions(), **changes)
         consumer = Consumer(streams.streams, self._access, chosen, super_stream=super_stream)
         self._open.add(consumer)
+        of_this_process(consumer)
         return consumer
 
     def read_range(self, stream: str, first: int, end: int, **how: Any) -> RangeReading:
@@ -304,7 +310,9 @@ class StreamEnvironment:
 
         `how` are the arguments of `consumer.ranges.read_range`.
         """
-        return read_range(self._access, stream, first, end, **how)
+        reading = read_range(self._access, stream, first, end, **how)
+        of_this_process(reading)
+        return reading
 
     def _partitions(self, super_stream: str) -> Partitions:
         return self._routes.partitions(super_stream, self.options.request_timeout)
@@ -334,7 +342,7 @@ class StreamEnvironment:
     def _new_pool(self, capacity: int = CAPACITY) -> Pool:
         return Pool(
             self._dial_node,
-            balancer=self._addresses[0] if self.options.load_balancer else None,
+            balancers=self._addresses if self.options.load_balancer else (),
             tries_per_node=self.options.tries_per_node,
             idle_timeout=self.options.idle_timeout,
             capacity=capacity,

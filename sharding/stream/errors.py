@@ -44,10 +44,13 @@ class StreamRefused(RemoteError):
         self.code = code
         self.subject = subject
         of = f" of {subject!r}" if subject else ""
-        super().__init__(f"{command}{of} was refused: {code_name(code)}")
+        super().__init__(f"{command}{of} was refused: {code_name(code)}{self._advice()}")
 
     def __reduce__(self) -> tuple[type[StreamRefused], tuple[str, int, str]]:
         return type(self), (self.command, self.code, self.subject)
+
+    def _advice(self) -> str:
+        return ""
 
 
 class StreamNotFound(StreamRefused):
@@ -68,6 +71,21 @@ class AuthenticationFailed(StreamRefused):
 
 class AccessRefused(StreamRefused):
     """The user lacks a permission."""
+
+    def _advice(self) -> str:
+        right = _RIGHTS.get(self.command)
+        return f"; the user needs the right to {right}" if right else ""
+
+
+_RIGHTS = {
+    "Create": "configure it",
+    "Delete": "configure it",
+    "DeclarePublisher": "write to it",
+    "Publish": "write to it",
+    "QueryPublisherSequence": "read it too: a producer with a name asks for its last publishing id",
+    "QueryOffset": "read it",
+    "Subscribe": "read it",
+}
 
 
 class NoLeader(ShardUnavailable):

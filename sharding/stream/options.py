@@ -256,10 +256,15 @@ class ConsumerOptions:
                 properties["super-stream"] = super_stream
         elif self.name is not None:
             properties = {"name": self.name}
-        if self.filter_values:
-            properties |= _numbered("filter", self.filter_values)
-            properties["match-unfiltered"] = str(self.match_unfiltered).lower()
-        return properties
+        return properties | self.filter_properties
+
+    @property
+    def filter_properties(self) -> dict[str, str]:
+        """What Subscribe says about filters."""
+        if not self.filter_values:
+            return {}
+        unfiltered = {"match-unfiltered": str(self.match_unfiltered).lower()}
+        return _numbered("filter", self.filter_values) | unfiltered
 
 
 _LOSS = ("raise", "skip")

@@ -41,6 +41,11 @@ class Worker:
     process: subprocess.Popen[bytes]
     frozen_until: float | None = None
 
+    @property
+    def has_begun(self) -> bool:
+        """Before that a signal to cut its connections would end it, and nobody start another."""
+        return self.path.exists()
+
 
 class Workers:
     """Three processes for each way to store offsets, all over one super stream."""
@@ -178,6 +183,8 @@ def harm(workers: Workers, chance: random.Random) -> Counter[str]:
         workers.thaw(before=time.monotonic())
         worker = chance.choice([each for each in workers.running if each.frozen_until is None])
         kind = chance.choice(["kill", "freeze", "cut"])
+        if not worker.has_begun:
+            continue
         if kind == "kill":
             workers.kill(worker)
         elif kind == "cut":

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from sharding.groups import StreamConsumerGroup
 from sharding.groups.handling.delivery import Delivery
-from sharding.stream import StreamEnvironment, StreamNotFound, StreamReplaced
+from sharding.stream import Consumer, StreamEnvironment, StreamNotFound, StreamReplaced
+from sharding.stream.consumer import starting, subscription
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
@@ -66,6 +69,39 @@ def test_consumer_says_that_it_is_another_stream(
             assert not reading.is_alive(), "it waits without a word"
         assert isinstance(failures[0], StreamReplaced | StreamNotFound)
         assert found == (numbers(b"old", 1000) if offset == "first" else [])
+
+
+def test_stream_that_is_made_anew_while_a_consumer_comes_back_is_another_one(
+    environment: StreamEnvironment, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is lost, it finds the stream to be the same one, and then that is replaced."""
+    compare = starting.check_same
+    compared = threading.Event()
+
+    def compare_and_replace(*arguments: Any) -> None:
+        compare(*arguments)
+        if not compared.is_set():
+            compared.set()
+            make_anew(environment, stream)
+            publish(environment, stream, numbers(b"new", 1500))
+
+    with stream_in(environment) as stream, environment_of(cluster, **patient.STREAMS) as reading:
+        publish(environment, stream, numbers(b"old", 1000))
+        found: list[bytes] = []
+        with reading.consumer(stream, offset="first", **patient.READER) as consumer:
+            messages = consumer.messages(timeout=PATIENCE)
+            found += [next(messages).body for _ in range(1000)]
+            monkeypatch.setattr(subscription, "check_same", compare_and_replace)
+            lose_connection(consumer, stream)
+            with pytest.raises((StreamReplaced, StreamNotFound)):
+                found += [message.body for message in messages]
+        assert compared.is_set()
+        assert found == numbers(b"old", 1000)
+
+
+def lose_connection(consumer: Consumer, stream: str) -> None:
+    client = consumer._subscriptions[stream].connection(time.monotonic() + PATIENCE)
+    client._transport.shut_down()
 
 
 def test_group_begins_the_new_stream_at_its_beginning(environment: StreamEnvironment) -> None:

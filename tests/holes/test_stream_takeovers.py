@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import pytest
 
 from sharding.stream import Consumer, NotActive, StreamEnvironment
+from sharding.stream.options import ConsumerOptions
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
+from tests.support.hand_time import HandTimer
 from tests.support.streams import environment_of, publish, stream_in, super_stream_in
 
 pytestmark = pytest.mark.cluster
@@ -46,6 +49,17 @@ def until_the_end(consumer: Consumer) -> list[int]:
             return found
         found.append(int(message.body))
     raise AssertionError(f"the end never came, after {found[-1:]}")
+
+
+class ByHand:
+    """In place of what does things later: they are done when the test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Callable[[], None]] = []
+
+    def schedule(self, delay: float, job: Callable[[], None]) -> HandTimer:
+        self.jobs.append(job)
+        return HandTimer(delay, job)
 
 
 def numbers(first: int, end: int) -> list[bytes]:
@@ -106,3 +120,31 @@ def test_what_was_dealt_with_is_stored_before_another_one_has_the_turn(
         before = two.stored_offset("billing", moves)
         first.store_offset()  # it knows by now that this is not its own any more
         assert two.stored_offset("billing", moves) == before
+
+
+def test_answer_that_comes_too_late_makes_nobody_skip(
+    environments: tuple[StreamEnvironment, StreamEnvironment],
+) -> None:
+    one, two = environments
+    with super_stream_in(one, 2) as invoices, ExitStack() as open_ones:
+        moves = one.partitions(invoices)[1]  # of two in line it is the second one's
+        publish(one, moves, numbers(0, 10))
+        later = ByHand()
+        options = ConsumerOptions(
+            name="billing", single_active=True, offset="first", **patient.READER
+        )
+        first = open_ones.enter_context(
+            Consumer([moves], replace(one._access, later=later), options, super_stream=invoices)
+        )
+        wait_until(lambda: len(later.jobs) == 1)  # it has the turn, and does not say where
+        with member(two, invoices, offset="first") as second:
+            wait_until(lambda: moves in second.active)
+        wait_until(lambda: len(later.jobs) == 2)  # it has the turn again
+        answer, answer_again = later.jobs
+        answer()
+        publish(two, moves, numbers(10, 20))
+        with two.consumer(moves, offset="first") as anybody:
+            assert len(list(islice(anybody.messages(PATIENCE), 20))) == 20
+        answer_again()
+        publish(two, moves, [END])
+        assert until_the_end(first) == list(range(20))

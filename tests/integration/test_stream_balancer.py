@@ -21,7 +21,7 @@ from sharding.stream.errors import NodeNotReached
 from sharding.stream.protocol.commands import Create, DeclarePublisher, Delete, Subscribe
 from sharding.stream.protocol.constants import FIRST, NEXT, Broker, OffsetSpec
 from sharding.stream.routes.cache import RouteCache
-from sharding.stream.routes.values import Placement, consumer_candidates
+from sharding.stream.routes.placement import Placement, consumer_candidates
 from tests.cluster import Balancer, Cluster, Node
 from tests.cluster.waiting import PATIENCE
 
@@ -90,7 +90,7 @@ def behind(balancer: Balancer) -> Iterator[tuple[RouteCache, Pool]]:
     dial = dialer(balancer)
     locator = Locator([address(balancer)], dial)
     routes = RouteCache(locator, pressure=lambda: 0.0)
-    pool = Pool(dial, balancer=address(balancer))
+    pool = Pool(dial, balancers=[address(balancer)])
     try:
         yield routes, pool
     finally:

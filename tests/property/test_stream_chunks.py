@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from datetime import UTC, datetime
 
@@ -29,6 +29,7 @@ from tests.support.chunks import HEADER, TIMESTAMP_MS, SubBatch, chunk, chunk_of
 ALL = Columns(key=True, properties=True, application_properties=True)
 REQUESTABLE = ("key", "properties", "application_properties")
 LIMITS = Limits()
+batch_sizes = st.sampled_from([1, 100, 300, 1000]) | st.just(LIMITS.batch_max)
 TIMESTAMP = datetime.fromtimestamp(TIMESTAMP_MS / 1000, UTC)
 
 bodies = (
@@ -131,12 +132,12 @@ def _property_row(properties: Properties) -> dict[str, object]:
     return row
 
 
-def rows_of(batch: pa.RecordBatch | None) -> list[dict[str, object]]:
-    if batch is None:
-        return []
-    assert batch.num_rows
-    batch.validate(full=True)
-    rows: list[dict[str, object]] = batch.to_pylist()
+def rows_of(batches: Iterable[pa.RecordBatch]) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for batch in batches:
+        assert batch.num_rows
+        batch.validate(full=True)
+        rows += batch.to_pylist()
     return rows
 
 
@@ -146,7 +147,8 @@ def test_batches_hold_what_a_reader_of_single_messages_finds(
     chunks: list[memoryview], data: st.DataObject
 ) -> None:
     expected = [as_row(message) for message in one_by_one(chunks)]
-    assert rows_of(BatchReader("s", ALL).batch(chunks)) == expected
+    limits = Limits(batch_max=data.draw(batch_sizes, "batch_max"))
+    assert rows_of(BatchReader("s", ALL, limits).batches(chunks)) == expected
     reach = parse_header(chunks[0]).first_offset, parse_header(chunks[-1]).end_offset
     first = data.draw(st.integers(max(reach[0] - 1, 0), reach[1] + 1), "first")
     end = data.draw(st.none() | st.integers(first, reach[1] + 1), "end")
@@ -155,10 +157,10 @@ def test_batches_hold_what_a_reader_of_single_messages_finds(
         for row in expected
         if first <= int(str(row["offset"])) and (end is None or int(str(row["offset"])) < end)
     ]
-    assert rows_of(BatchReader("s", ALL).batch(chunks, first, end)) == within
+    assert rows_of(BatchReader("s", ALL, limits).batches(chunks, first, end)) == within
     asked = data.draw(st.builds(Columns, st.booleans(), st.booleans(), st.booleans()), "columns")
     left_out = {name for name in REQUESTABLE if not getattr(asked, name)}
-    assert rows_of(BatchReader("s", asked).batch(chunks, first, end)) == [
+    assert rows_of(BatchReader("s", asked, limits).batches(chunks, first, end)) == [
         {name: row[name] for name in row if name not in left_out} for row in within
     ]
 
@@ -167,7 +169,7 @@ def test_batches_hold_what_a_reader_of_single_messages_finds(
 @settings(max_examples=50)
 def test_raw_batches_hold_messages_as_they_were_published(chunks: list[memoryview]) -> None:
     expected = [(offset, bytes(raw)) for each in chunks for offset, raw in messages(each, LIMITS)]
-    rows = rows_of(BatchReader("s", Columns(raw=True)).batch(chunks))
+    rows = rows_of(BatchReader("s", Columns(raw=True)).batches(chunks))
     assert [(row["offset"], row["body"]) for row in rows] == expected
 
 
@@ -198,18 +200,43 @@ def says_it_is_empty(octets: memoryview) -> bool:
     return len(octets) >= HEADER_SIZE and HEADER.unpack_from(octets)[3] == 0
 
 
-@given(damaged_chunks(), st.booleans(), st.booleans())
+@given(chunk_rows(), batch_sizes, st.booleans())
+@settings(max_examples=100)
+def test_a_batch_is_made_of_no_more_than_its_bound_or_of_one_message(
+    chunks: list[memoryview], most: int, raw: bool
+) -> None:
+    columns = Columns(raw=True) if raw else ALL
+    sizes = {offset: len(raw) + 4 for each in chunks for offset, raw in messages(each, LIMITS)}
+    for batch in BatchReader("s", columns, Limits(batch_max=most)).batches(chunks):
+        made_of = sum(sizes[offset] for offset in batch.column("offset").to_pylist())
+        assert batch.num_rows == 1 or made_of <= most
+
+
+@given(chunk_rows(), st.data())
+@settings(max_examples=100)
+def test_messages_begin_where_they_are_asked_to(
+    chunks: list[memoryview], data: st.DataObject
+) -> None:
+    each = chunks[0]
+    header = parse_header(each)
+    first = data.draw(st.integers(max(header.first_offset - 1, 0), header.end_offset + 1), "first")
+    found = [(offset, bytes(raw)) for offset, raw in messages(each, LIMITS, first)]
+    expected = [(offset, bytes(raw)) for offset, raw in messages(each, LIMITS)]
+    assert found == [(offset, raw) for offset, raw in expected if offset >= first]
+
+
+@given(damaged_chunks(), st.booleans(), st.booleans(), batch_sizes)
 @settings(max_examples=300)
 def test_damage_is_a_protocol_error_and_nothing_else(
-    damaged: memoryview, check_crc: bool, raw: bool
+    damaged: memoryview, check_crc: bool, raw: bool, most: int
 ) -> None:
-    limits = Limits(uncompressed_max=100_000, chunk_max=200_000)
+    limits = Limits(uncompressed_max=100_000, batch_max=most)
     reader = BatchReader("s", Columns(raw=True) if raw else ALL, limits, check_crc)
     one_by_one_failed = batch_failed = False
     rows: list[dict[str, object]] = []
     expected: list[dict[str, object]] = []
     try:
-        rows = rows_of(reader.batch([damaged]))
+        rows = rows_of(reader.batches([damaged]))
     except ProtocolError:
         batch_failed = True
     try:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sharding.stream.errors import ProtocolError
 from sharding.stream.protocol import wire
-from sharding.stream.protocol.constants import MIB, Key, Limits
+from sharding.stream.protocol.constants import Key, Limits
 from sharding.stream.protocol.events import Event
 from sharding.stream.protocol.frames import FrameReader
 from sharding.stream.protocol.wire import Reader
@@ -48,7 +48,7 @@ def test_frames_are_the_same_however_they_are_cut(
     sent: list[tuple[Key, bytes]], sizes: list[int]
 ) -> None:
     reader = FrameReader(Limits())
-    reader.authenticated(MIB)
+    reader.authenticated()
     found = []
     for piece in in_pieces(b"".join(frame(key, body) for key, body in sent), sizes):
         rest = memoryview(piece)

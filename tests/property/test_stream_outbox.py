@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.stream.producer.outbox import Batch, Outbox
+from sharding.callers import Caller
+from sharding.outcomes import Outcome, Result
+from sharding.stream.producer.outbox import Batch, Failing, Outbox, Owned, outstanding
 
 counts = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 gaps = st.sampled_from([0, 0, 0, 1, 5])
@@ -33,14 +37,42 @@ def batches(sizes: list[int], gap: int) -> list[Batch]:
     return made
 
 
-@given(counts, gaps, steps, st.booleans())
-def test_every_message_gets_one_outcome(
-    sizes: list[int], gap: int, events: list[tuple[object, ...]], keep: bool
+@given(counts, gaps, steps, st.booleans(), st.lists(st.sampled_from([0, 0, 1, 2])))
+def test_every_message_gets_one_outcome_and_its_caller_is_told(
+    sizes: list[int],
+    gap: int,
+    events: list[tuple[object, ...]],
+    keep: bool,
+    whose: list[int],
 ) -> None:
+    """Of the messages some are a caller's, by `whose`: 0 for the producer's own."""
     outbox = Outbox(keep=keep)
     made = batches(sizes, gap)
+    callers = {1: Caller(1000), 2: Caller(1000)}
+    owned_ids: dict[Caller, set[int]] = {caller: set() for caller in callers.values()}
+    failed: dict[Caller, set[int]] = {caller: set() for caller in callers.values()}
     for batch in made:
+        batch.owned = [
+            Owned(at, at + 1, callers[one])
+            for at in range(len(batch.ids))
+            if (one := whose.pop() if whose else 0)
+        ]
+        for at, _, caller in batch.owned:
+            owned_ids[caller].add(batch.ids[at])
+            caller.pending += 1
         outbox.add(batch)
+
+    def settle(messages: Iterable[Failing]) -> set[int]:
+        """As the producer does with what is not stored."""
+        found = list(messages)
+        for number, publishing_id, caller in found:
+            assert number == publishing_id
+            if caller is not None:
+                assert number in owned_ids[caller]
+                failed[caller].add(number)
+                caller.not_stored(Result(number, Outcome.UNKNOWN))
+        return {each.number for each in found}
+
     open_ids = [number for batch in made for number in batch.ids]
     flying: set[int] = set()
     for event in events:
@@ -50,7 +82,7 @@ def test_every_message_gets_one_outcome(
                 if batch_taken is not None:
                     flying |= set(batch_taken.ids) & set(open_ids)
             case ("lost",):
-                given_up = {each for b in outbox.lost() for _, each in b.outstanding()}
+                given_up = settle(outstanding(outbox.lost()))
                 assert given_up == (set() if keep else flying & set(open_ids))
                 open_ids = [each for each in open_ids if each not in given_up]
                 flying = set()
@@ -64,10 +96,13 @@ def test_every_message_gets_one_outcome(
                 open_ids = [each for each in open_ids if each not in expected]
             case ("refuse", int(one)):
                 is_open = one in flying and one in open_ids
-                assert list(outbox.refuse(one)) == ([one] if is_open else [])
+                assert settle(outbox.refuse(one)) == ({one} if is_open else set())
                 open_ids = [each for each in open_ids if each != one] if is_open else open_ids
-        left = [each for batch in outbox.batches for _, each in batch.outstanding()]
-        assert left == open_ids
+        assert [each.number for each in outstanding(outbox.batches)] == open_ids
+        for caller, own in owned_ids.items():
+            assert caller.pending == len(own & set(open_ids))
+            assert caller.tally.stored + len(failed[caller]) == len(own - set(open_ids))
+        assert outbox.owned == sum(caller.pending for caller in owned_ids)
         assert outbox.messages == len(open_ids)
         assert outbox.size >= len(open_ids)
     for batch in outbox.drain():

@@ -20,8 +20,9 @@ from sharding.stream.errors import ConnectionLost, refusal
 from sharding.stream.messages.message import encode_data
 from sharding.stream.protocol.answers import Answer, MetadataAnswer, OffsetAnswer, StatsAnswer
 from sharding.stream.protocol.commands import Subscribe, Unsubscribe
-from sharding.stream.protocol.constants import Broker, Code, Key, OffsetSpec, OffsetType
-from sharding.stream.routes.values import Partitions, Placement, StreamRoute
+from sharding.stream.protocol.constants import Broker, Code, Key, Limits, OffsetSpec, OffsetType
+from sharding.stream.routes.placement import Placement
+from sharding.stream.routes.values import Partitions, StreamRoute
 
 A, B, C = Broker("a", 1), Broker("b", 1), Broker("c", 1)
 
@@ -99,6 +100,10 @@ class FakeClient:
         self.hold_back = False
         self.waiting: set[int] = set()
         """Subscriptions of single active consumers whose turn it is not."""
+        self.active: set[int] = set()
+        """Subscriptions that were told that they are active, and not yet the contrary."""
+        self.on_the_way: list[memoryview] = []
+        """Chunks that are seen after the next answer to a ConsumerUpdate, and were sent before."""
         self.answered: list[tuple[bool, OffsetSpec]] = []
         """What was said to each ConsumerUpdate."""
         self.visible: int | None = None
@@ -136,7 +141,8 @@ class FakeClient:
                 return OffsetAnswer(Code.OK, self.stream.stored.get(request.reference))
             case Key.STREAM_STATS:
                 chunks = self.stream.chunks
-                ends = {"last_chunk_id": chunks[-1][0] if chunks else -1}
+                last = chunks[-1][0] if chunks else -1
+                ends = {"last_chunk_id": last, "committed_chunk_id": last}
                 return StatsAnswer(Code.OK, {"first_chunk_id": self.stream.begins_at} | ends)
             case Key.METADATA:
                 return MetadataAnswer(Code.OK)
@@ -178,9 +184,17 @@ class FakeClient:
         self.subscribed[number] = _Subscribed(following, credit)
 
     def make_active(self, number: int, active: bool) -> None:
-        """What ConsumerUpdate does; an answer may come later."""
+        """What ConsumerUpdate does; an answer may come later.
+
+        Who is asked while it is active already is sent more in the meantime; and any answer counts
+        for who is active now, whatever question it belongs to (so the source of 4.0.5).
+        """
+        if active:
+            self.active.add(number)
+        else:
+            self.active.discard(number)
+            self.waiting.add(number)
         answer = self.handlers[number].on_activity(active)
-        self.waiting.add(number)
         if isinstance(answer, Future):
             answer.add_done_callback(lambda later: self._go_on(number, active, later.result()))
         else:
@@ -189,7 +203,11 @@ class FakeClient:
     def _go_on(self, number: int, active: bool, spec: OffsetSpec) -> None:
         self.answered.append((active, spec))
         subscribed = self.subscribed.get(number)
-        if active and subscribed is not None:
+        if number in self.active and subscribed is not None:
+            strays, self.on_the_way = self.on_the_way, []
+            for chunk in strays:
+                subscribed.credit -= 1
+                self.handlers[number].on_chunk(chunk)
             self.waiting.discard(number)
             self._start(number, spec, subscribed.credit)
             self.deliver()
@@ -244,6 +262,7 @@ class FakeCluster:
         self.no_stream: Exception | None = None
         self.suspected: list[str] = []
         self.closed = False
+        self.limits = Limits()
         self.on_connect: Callable[[FakeClient], None] = lambda _: None
 
     @property
@@ -255,6 +274,7 @@ class FakeCluster:
             placement=Placement(),
             clock=lambda: self.now,
             rng=random.Random(7),
+            limits=self.limits,
         )
 
     @property

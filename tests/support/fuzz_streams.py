@@ -66,7 +66,7 @@ def _steps(version: str) -> Iterator[tuple[Connection, bytes]]:
 
 
 _STEPS = [*_steps("4.0.5"), *_steps("3.10.8")]
-_LIMITS = Limits(uncompressed_max=MIB)
+_LIMITS = Limits(uncompressed_max=MIB, batch_max=200)
 _READERS = [
     BatchReader("s", columns, _LIMITS, check_crc)
     for columns in (Columns(), Columns(raw=True), Columns(True, True, True))
@@ -123,7 +123,7 @@ def fuzz_chunk(rng: random.Random) -> None:
 
     _only_protocol_errors(one_by_one, damaged)
     reader = rng.choice(_READERS)
-    _only_protocol_errors(lambda: reader.batch([damaged]), damaged)
+    _only_protocol_errors(lambda: list(reader.batches([damaged])), damaged)
 
 
 FUZZERS: Sequence[Callable[[random.Random], None]] = (

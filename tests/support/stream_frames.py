@@ -55,13 +55,13 @@ def tune(frame_max: int = 1_048_576, heartbeat: int = 60) -> bytes:
 COMMANDS = struct.pack(">I", 2) + struct.pack(">6H", Key.PUBLISH, 1, 2, Key.STREAM_STATS, 1, 1)
 
 
-def handshake(version: str = "4.0.5") -> list[bytes]:
+def handshake(version: str = "4.0.5", frame_max: int = 1_048_576) -> list[bytes]:
     """What a broker sends until the connection is open."""
     advertised = {"advertised_host": "rmq1", "advertised_port": "5552"}
     frames = [
         answer(Key.PEER_PROPERTIES, 1, properties({"product": "RabbitMQ", "version": version})),
         answer(Key.SASL_HANDSHAKE, 2, strings("PLAIN", "AMQPLAIN")),
-        answer(Key.SASL_AUTHENTICATE, 3) + tune(),
+        answer(Key.SASL_AUTHENTICATE, 3) + tune(frame_max),
         answer(Key.OPEN, 4, properties(advertised)),
     ]
     if not version.startswith("3.10"):
@@ -76,9 +76,12 @@ def new_connection(limits: Limits | None = None, login: Login = LOGIN) -> Connec
     return connection
 
 
-def open_connection(version: str = "4.0.5", limits: Limits | None = None) -> Connection:
+def open_connection(
+    version: str = "4.0.5", limits: Limits | None = None, frame_max: int = 1_048_576
+) -> Connection:
+    """`frame_max` is what the broker proposes."""
     connection = new_connection(limits)
-    feed(connection, b"".join(handshake(version)))
+    feed(connection, b"".join(handshake(version, frame_max)))
     assert connection.opened is not None
     return connection
 

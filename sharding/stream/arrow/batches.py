@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Final, TypeAlias
 
@@ -15,8 +15,11 @@ from sharding.stream.arrow.rows import (
     Octets,
     Rows,
     Run,
+    Wanted,
     bodies_of,
+    cut,
     locate,
+    parts,
     ranges,
     split,
     table_of_bodies,
@@ -24,7 +27,7 @@ from sharding.stream.arrow.rows import (
 )
 from sharding.stream.errors import ProtocolError
 from sharding.stream.messages.amqp_values import AmqpValue, Timestamp, as_text
-from sharding.stream.messages.chunk import HEADER_SIZE, ChunkHeader, check_crc, parse_header
+from sharding.stream.messages.chunk import HEADER_SIZE, check_crc, parse_header
 from sharding.stream.messages.message import Message, Properties, decode_message
 from sharding.stream.options import Columns
 from sharding.stream.protocol.constants import Limits
@@ -127,14 +130,15 @@ def _property_row(properties: Properties) -> dict[str, object]:
     return row
 
 
-_Chunks = list[tuple[ChunkHeader, memoryview]]
 _Columns = dict[str, pa.Array]
 _NONE: Integers = np.zeros(0, np.int64)
 
 
-# Chunks become Arrow record batches; many waiting chunks become one batch.
+# Chunks become Arrow record batches: many small ones become one batch, a large one several.
 #
 # Each batch has fixed costs, and brokers make chunks of a hundred messages as well as of thousands.
+# But what comes out of a chunk can be a thousand times what came in, and one batch holds no more
+# than `Limits.batch_max` of it.
 # The columns, in this order, the last three on request:
 #
 # * `offset`: int64;
@@ -148,7 +152,7 @@ _NONE: Integers = np.zeros(0, np.int64)
 #
 # What is no text becomes a string as `as_text` says. The metadata of the schema holds the name of
 # the stream under `stream`. body and key become large_binary and large_string in a batch of more
-# than 2 GiB.
+# than 2 GiB: of one message, or where `batch_max` was raised.
 #
 # Three ways lead there, each many times slower than the one before, and all to the same rows: plain
 # messages of one size per run (`rows`); messages with a body and maybe a key
@@ -173,23 +177,75 @@ class BatchReader:
         self._check_crc = check_crc
         self._schema: pa.Schema | None = None
 
-    def batch(
-        self, chunks: Sequence[memoryview], first: int = 0, end: int | None = None
-    ) -> pa.RecordBatch | None:
-        """The messages of `chunks` at offsets from `first` and below `end`; None if none are."""
-        if end is not None and end <= first:
-            return None
-        wanted = self._wanted(chunks, first, end)
-        if not wanted:
-            return None
-        runs = _runs(wanted, self._limits)
-        columns = self._of_equal_bodies(runs, first, end)
+    def batches(
+        self, chunks: Iterable[memoryview], first: int = 0, end: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """The messages of `chunks` at offsets from `first` and below `end`, in order.
+
+        A batch is made of at most `Limits.batch_max`, or of one message. What is packed is unpacked
+        as batches are asked for, and no more of it is held than a batch and a sub-entry batch.
+        """
+        wanted = Wanted(first, end)
+        if end is None or first < end:
+            yield from self._made_of(self._runs(chunks, wanted), wanted)
+
+    def _made_of(self, runs: Iterable[Run], wanted: Wanted) -> Iterator[pa.RecordBatch]:
+        for part in parts(runs, self._limits.batch_max):
+            columns = self._columns_of(part, wanted)
+            if columns is None:
+                yield from self._made_of(self._opened(part, wanted), wanted)
+                continue
+            part.clear()  # the application's time costs no memory
+            if columns:
+                yield pa.RecordBatch.from_arrays(
+                    list(columns.values()), schema=self._schema_of(columns)
+                )
+            del columns
+
+    def _runs(self, chunks: Iterable[memoryview], wanted: Wanted) -> Iterator[Run]:
+        """The runs of the chunks whose range of offsets meets the one asked for.
+
+        Where there are as many messages as entries there are hardly any batches, and a chunk is
+        taken whole. If there are some all the same, or something is wrong, that shows.
+        """
+        for chunk in chunks:
+            header = parse_header(chunk)
+            if not wanted.meets(header.first_offset, header.end_offset):
+                continue
+            data = chunk[HEADER_SIZE:]
+            if self._check_crc:
+                check_crc(header, data)
+            run = whole(header, data)
+            if header.entries == header.records and run.weight <= self._limits.batch_max:
+                yield run
+            else:
+                yield from self._split(run, header.entries, wanted)
+
+    def _split(self, chunk: Run, entries: int, wanted: Wanted) -> Iterator[Run]:
+        for run in split(chunk, entries, wanted, self._limits, self._stream):
+            yield from cut(run, self._limits.batch_max)
+            del run  # not held while the next one is unpacked
+
+    def _opened(self, part: Sequence[Run], wanted: Wanted) -> Iterator[Run]:
+        """The same messages, which were not where they should be, with no chunk taken whole."""
+        if not any(run.unopened for run in part):
+            raise ProtocolError("a batch holds other messages than it says")
+        for run in part:
+            if run.unopened:
+                yield from self._split(run, run.records, wanted)
+            else:
+                yield run
+
+    def _columns_of(self, runs: list[Run], wanted: Wanted) -> _Columns | None:
+        """None if the runs do not hold the messages that they should; empty if none is wanted."""
+        columns = self._of_equal_bodies(runs, *wanted)
         if columns is None:
-            rows = _between(_rows(runs, wanted, self._limits), first, end)
-            if not len(rows):
+            rows = locate(runs)
+            if rows is None:
                 return None
-            columns = self._of_any_messages(rows)
-        return pa.RecordBatch.from_arrays(list(columns.values()), schema=self._schema_of(columns))
+            rows = _between(rows, *wanted)
+            columns = self._of_any_messages(rows) if len(rows) else {}
+        return columns
 
     def _schema_of(self, columns: _Columns) -> pa.Schema:
         # Made once: of a batch of a few hundred messages it would be a fifth of the work.
@@ -197,19 +253,6 @@ class BatchReader:
             fields = [(name, array.type) for name, array in columns.items()]
             self._schema = pa.schema(fields, metadata={"stream": self._stream})
         return self._schema
-
-    def _wanted(self, chunks: Sequence[memoryview], first: int, end: int | None) -> _Chunks:
-        """Those of the chunks whose range of offsets meets the one asked for."""
-        wanted = []
-        for chunk in chunks:
-            header = parse_header(chunk)
-            if header.end_offset <= first or (end is not None and header.first_offset >= end):
-                continue
-            data = chunk[HEADER_SIZE:]
-            if self._check_crc:
-                check_crc(header, data)
-            wanted.append((header, data))
-        return wanted
 
     def _of_equal_bodies(self, runs: list[Run], first: int, end: int | None) -> _Columns | None:
         """None if the runs do not all hold plain messages of one size."""
@@ -287,32 +330,6 @@ class BatchReader:
                 APPLICATION_PROPERTIES, count, [(others, part)]
             )
         return columns
-
-
-def _runs(chunks: _Chunks, limits: Limits) -> list[Run]:
-    """The messages, batches unpacked.
-
-    Where there are as many messages as entries there are hardly any batches, and a chunk is taken
-    whole. If there are some all the same, or something is wrong, that shows.
-    """
-    runs: list[Run] = []
-    for header, data in chunks:
-        if header.entries == header.records:
-            runs.append(whole(header, data))
-        else:
-            runs += split(header, data, limits)
-    return runs
-
-
-def _rows(runs: list[Run], chunks: _Chunks, limits: Limits) -> Rows:
-    """Where every message is."""
-    rows = locate(runs)
-    if rows is not None:
-        return rows
-    rows = locate([run for header, data in chunks for run in split(header, data, limits)])
-    if rows is None:
-        raise ProtocolError("a batch holds other messages than it says")
-    return rows
 
 
 def _between(rows: Rows, first: int, end: int | None) -> Rows:

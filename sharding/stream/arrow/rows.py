@@ -16,7 +16,7 @@ bytes.)
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -33,6 +33,9 @@ Octets: TypeAlias = npt.NDArray[np.uint8]
 
 PADDING = bytes(512)
 """Stands after the data, so that looking for a layout never looks past the end."""
+ROW_BYTES = 128
+"""What a message counts for at least where memory is bounded: a row of an empty one takes some."""
+_MARKS_IN_VAIN = 16
 _LENGTH = struct.Struct(">I")
 
 
@@ -43,6 +46,12 @@ class Run(NamedTuple):
     records: int
     first_offset: int
     timestamp_ms: int
+    unopened: bool = False
+    """A whole chunk, in which nobody has looked for batches: there may be some all the same."""
+
+    @property
+    def weight(self) -> int:
+        return max(len(self.data), self.records * ROW_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,53 +81,99 @@ class Rows:
         )
 
 
+class Wanted(NamedTuple):
+    """The offsets that are asked for."""
+
+    first: int = 0
+    end: int | None = None
+
+    def meets(self, first: int, end: int) -> bool:
+        return first < end and end > self.first and (self.end is None or first < self.end)
+
+
 def whole(header: ChunkHeader, data: memoryview) -> Run:
     """A chunk as one run, if it holds no batches; `locate` finds out."""
-    return Run(data, header.records, header.first_offset, header.timestamp_ms)
+    return Run(data, header.records, header.first_offset, header.timestamp_ms, unopened=True)
 
 
-def split(header: ChunkHeader, data: memoryview, limits: Limits) -> list[Run]:
-    """The runs of a chunk of which some entries are batches.
+def split(chunk: Run, entries: int, wanted: Wanted, limits: Limits, stream: str) -> Iterator[Run]:
+    """The runs of a whole chunk, some of whose entries are batches: as far as they are wanted, and
+    each batch unpacked only when it is asked for."""
+    data, timestamp = chunk.data, chunk.timestamp_ms
+    position = plain_start = 0
+    offset = plain_offset = chunk.first_offset
 
-    All batches of a chunk are held at once, so their sum is kept to `chunk_max` as well.
-    """
-    runs = []
-    position = run_start = records = run_records = unpacked = 0
+    def plain() -> Iterator[Run]:
+        """The single messages since the last batch."""
+        if wanted.meets(plain_offset, offset):
+            records = offset - plain_offset
+            yield Run(data[plain_start:position], records, plain_offset, timestamp)
 
-    def end_run() -> None:
-        if run_records:
-            first_offset = header.first_offset + records - run_records
-            runs.append(
-                Run(data[run_start:position], run_records, first_offset, header.timestamp_ms)
-            )
-
-    for _ in range(header.entries):
+    for _ in range(entries):
         if position + 4 > len(data):
             raise ProtocolError("a chunk holds fewer entries than its header says")
         (length,) = _LENGTH.unpack_from(data, position)
         if not length & BATCH_BIT:
             position += 4 + length
-            records += 1
-            run_records += 1
+            offset += 1
             continue
-        end_run()
+        yield from plain()
         batch = read_batch(data, position)
-        unpacked += batch.uncompressed_length
-        if unpacked > limits.chunk_max:
-            raise ProtocolError(
-                f"the batches of a chunk hold more than {limits.chunk_max} bytes; "
-                "raise chunk_max to read it"
-            )
-        content = unpack(batch, data, limits)
-        offset = header.first_offset + records
-        runs.append(Run(content, batch.records, offset, header.timestamp_ms))
-        records += batch.records
-        position = run_start = batch.end
-        run_records = 0
-    end_run()
-    if position != len(data) or records != header.records:
+        if wanted.meets(offset, offset + batch.records):
+            content = unpack(batch, data, offset, limits, stream)
+            yield Run(content, batch.records, offset, timestamp)
+            del content  # not held while the next one is unpacked
+        offset += batch.records
+        plain_offset = offset
+        position = plain_start = batch.end
+    yield from plain()
+    if position != len(data) or offset != chunk.first_offset + chunk.records:
         raise ProtocolError("a chunk holds other entries than its header says")
-    return runs
+
+
+def cut(run: Run, most: int) -> Iterator[Run]:
+    """A run that was opened, in pieces that weigh at most `most`, or hold one message."""
+    if run.weight <= most:
+        yield run
+        return
+    data, offset, timestamp = run.data, run.first_offset, run.timestamp_ms
+    start = position = records = weight = 0
+    for _ in range(run.records):
+        if position + 4 > len(data):
+            raise ProtocolError("a batch holds fewer messages than it says")
+        size = 4 + _LENGTH.unpack_from(data, position)[0]
+        if records and weight + max(size, ROW_BYTES) > most:
+            yield Run(data[start:position], records, offset, timestamp)
+            offset += records
+            start, records, weight = position, 0, 0
+        position += size
+        records += 1
+        weight += max(size, ROW_BYTES)
+    # A copy, for a view would keep the whole content while the next one is unpacked.
+    yield Run(memoryview(bytes(data[start:])), records, offset, timestamp)
+
+
+def parts(runs: Iterable[Run], most: int) -> Iterator[list[Run]]:
+    """Runs that weigh at most `most` together, or one that weighs more by itself.
+
+    What came before a run that can't be read is not held back by it.
+    """
+    part: list[Run] = []
+    weight = 0
+    try:
+        for run in runs:
+            if part and weight + run.weight > most:
+                yield part
+                part, weight = [], 0
+            part.append(run)
+            weight += run.weight
+            del run  # whoever gets the part lets go of it
+    except ProtocolError:
+        if part:
+            yield part
+        raise
+    if part:
+        yield part
 
 
 def locate(runs: Sequence[Run]) -> Rows | None:
@@ -132,7 +187,7 @@ def locate(runs: Sequence[Run]) -> Rows | None:
     np.cumsum([len(run.data) for run in runs], out=borders[1:])
     entries = _of_equal_sizes(runs, borders)
     if entries is None:
-        entries = _by_mark(buffer)
+        entries = _by_mark(buffer, int(counts.sum()))
     found = None if entries is None else _proved(buffer, entries, counts, borders)
     if found is None:
         entries = _walked(runs, borders)
@@ -166,14 +221,17 @@ def _of_equal_sizes(runs: Sequence[Run], borders: Integers) -> Integers | None:
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def _by_mark(buffer: Octets) -> Integers | None:
+def _by_mark(buffer: Octets, messages: int) -> Integers | None:
     if buffer[4] != 0x00 or buffer[5] != 0x53:
         return None  # the messages are not AMQP 1.0
     # Two bytes are compared at a time, so a mark at an even place shows as its first two bytes,
     # and one at an odd place as its second and third.
     pairs = buffer[: len(buffer) // 2 * 2].view(np.uint16)
     at_even, at_odd = buffer[4:6].view(np.uint16)[0], buffer[5:7].copy().view(np.uint16)[0]
-    hits = np.flatnonzero((pairs == at_even) | (pairs == at_odd))
+    alike = (pairs == at_even) | (pairs == at_odd)
+    if np.count_nonzero(alike) > _MARKS_IN_VAIN * messages:
+        return None  # bodies full of them: a place takes more memory than the mark itself
+    hits = np.flatnonzero(alike)
     marks = hits * 2 - (pairs[hits] == at_odd)
     marks = marks[(marks >= 4) & (marks < len(buffer) - len(PADDING))]
     # The last bit of the fourth byte's first digit says how wide the length after it is written.

@@ -40,6 +40,7 @@ from sharding.stream.errors import (
     code_name,
     refusal,
 )
+from sharding.stream.forks import of_this_process
 from sharding.stream.protocol.answers import Answer
 from sharding.stream.protocol.commands import Request, activity_answer_frame, heartbeat_frame
 from sharding.stream.protocol.constants import (
@@ -129,6 +130,7 @@ class StreamClient:
             CreditRefused: self._on_credit_refused,
             ClosedByPeer: self._on_closed_by_peer,
         }
+        of_this_process(self)
         self._reading = threading.Thread(
             target=self._read, args=(parts.early,), name=f"warren-stream-{self.node}", daemon=True
         )

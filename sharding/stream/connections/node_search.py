@@ -1,9 +1,10 @@
 """The ways to nodes that are under way: dials on threads of their own, shared by who wants a node.
 
 Without a balancer a node is dialled once, at its own address. With one every dial goes to the
-balancer, and the Open answer says which node it reached. If that is not the one wanted, the
-connection is kept as a spare, for whoever wants that node now or soon; so the leaders of many
-partitions are found with about one connect a node. A second spare of the same node is closed.
+balancer (where there are several, to the next one after a dial that failed), and the Open answer
+says which node it reached. If that is not the one wanted, the connection is kept as a spare, for
+whoever wants that node now or soon; so the leaders of many partitions are found with about one
+connect a node. A second spare of the same node is closed.
 
 Callers hold the lock of `changed`, which is told of every step; searches take it for themselves.
 """
@@ -48,7 +49,7 @@ class NodeSearches:
     def __init__(
         self,
         dial: Callable[[Broker], StreamClient],
-        balancer: Broker | None,
+        balancers: Sequence[Broker],
         tries_per_node: int,
         rng: random.Random,
         open_connections: OpenConnections,
@@ -57,7 +58,8 @@ class NodeSearches:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._dial = dial
-        self._balancer = balancer
+        self._balancers = tuple(balancers)
+        self._failed_balancers = 0
         self._tries_per_node = tries_per_node
         self._rng = rng
         self._open = open_connections
@@ -80,7 +82,7 @@ class NodeSearches:
 
     def good_enough(self, search: NodeSearch | None, failed: Sequence[NodeSearch]) -> int | None:
         """How many of the candidates, the best first, a caller may take; None for all."""
-        if self._balancer is None:
+        if not self._balancers:
             return len(failed) + 1
         if failed:
             return None
@@ -90,7 +92,7 @@ class NodeSearches:
         """Through a balancer one search is enough: it would have come upon the others as well."""
         error = failed[-1].error
         final = error is not None and not is_retryable(error)
-        return final or self._balancer is not None or len(failed) == len(candidates)
+        return final or bool(self._balancers) or len(failed) == len(candidates)
 
     def failure(self, candidates: Sequence[Broker], searches: Sequence[NodeSearch]) -> Exception:
         """The error that says what was wanted, and what came of it."""
@@ -98,9 +100,10 @@ class NodeSearches:
         if reason is not None and not is_retryable(reason):
             return reason
         error: Unreachable
-        if self._balancer is not None:
+        if self._balancers:
             seen = [node for search in searches for node in search.tries.seen.elements()]
-            error = NodeNotReached(candidates, seen, f"the balancer {self._balancer}")
+            names = " and ".join(map(str, self._balancers))
+            error = NodeNotReached(candidates, seen, f"the balancer {names}")
         else:
             reasons = "; ".join(
                 f"{search.node}: {search.error or 'not connected in time'}" for search in searches
@@ -120,10 +123,10 @@ class NodeSearches:
     def _run(self, search: NodeSearch) -> None:
         error: Exception | None = None
         try:
-            if self._balancer is None:
-                self._put(self._dialled(search.node), search.node, search.role)
+            if self._balancers:
+                self._try_until_found(search)
             else:
-                self._try_until_found(search, self._balancer)
+                self._put(self._dialled(search.node), search.node, search.role)
         except Exception as problem:  # whatever it is, the callers must hear of it
             error = problem
         with self._changed:
@@ -131,20 +134,23 @@ class NodeSearches:
             self._forget(search)
             self._changed.notify_all()
 
-    def _try_until_found(self, search: NodeSearch, balancer: Broker) -> None:
+    def _try_until_found(self, search: NodeSearch) -> None:
         tries = search.tries
         problem: WarrenError | None = None
         while not self._is_over(search):
             if tries.are_used_up or self._closing.is_set():
                 raise problem or Unreachable(f"{search.node} was not reached")
+            turn = self._failed_balancers
             try:
-                client = self._dialled(balancer)
+                client = self._dialled(self._balancers[turn % len(self._balancers)])
             except WarrenError as error:
                 if not is_retryable(error):
                     raise
                 problem = error
                 with self._changed:
                     tries.failures += 1
+                    if turn == self._failed_balancers:  # no other search has gone on from it
+                        self._failed_balancers += 1
                     self._changed.notify_all()
             else:
                 self._note(search, client)

@@ -36,8 +36,9 @@ _END_TIMEOUT = 2.0
 class Pool:
     """Connections to nodes. Safe for threads.
 
-    `dial` connects to an address, with a time limit of its own. With a `balancer` every dial goes
-    there, `tries_per_node` times for each node that is seen behind it. A connection that nothing
+    `dial` connects to an address, with a time limit of its own. With `balancers` every dial goes to
+    one of them, the next one when that can't be reached, `tries_per_node` times for each node that
+    is seen behind it. A connection that nothing
     uses is closed after `idle_timeout` seconds. `capacity` many publishers or subscriptions share a
     connection.
     """
@@ -46,7 +47,7 @@ class Pool:
         self,
         dial: Callable[[Broker], StreamClient],
         *,
-        balancer: Broker | None = None,
+        balancers: Sequence[Broker] = (),
         tries_per_node: int = 10,
         idle_timeout: float = 30.0,
         capacity: int = CAPACITY,
@@ -63,7 +64,7 @@ class Pool:
         self._clock = clock
         self._searches = NodeSearches(
             dial,
-            balancer,
+            balancers,
             tries_per_node,
             rng or random.Random(),
             self._open,

@@ -9,13 +9,18 @@ has to be done first is done first, on a thread that may wait:
   stored if the consumer stores by itself, and only then is the answer given. What is in the
   application's hands comes to the next one again.
 * A connection that is lost ends the turn unasked; nothing is stored after that.
+
+A question may be followed by the next before it is answered. The broker starts a consumer at
+whatever it is answered while it takes that one for the active one, also if the answer belongs to an
+older question. So an answer that is too late never names a place that is too far (`_not_too_far`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Protocol
 
 from sharding.errors import OutcomeUnknown, WarrenError, is_retryable
@@ -25,7 +30,7 @@ from sharding.stream.connections.connection import StreamClient
 from sharding.stream.consumer.inbox import Inbox, Lane
 from sharding.stream.consumer.starting import turn_offset, witness_before
 from sharding.stream.options import ConsumerOptions, offset_spec
-from sharding.stream.protocol.constants import NEXT, OffsetSpec
+from sharding.stream.protocol.constants import FIRST, NEXT, OffsetSpec
 
 logger = logging.getLogger("warren.stream.consumer")
 
@@ -64,6 +69,8 @@ class Activity:
         self._access = access
         self._options = options
         self._on_step_down = on_step_down
+        self._asked: Future[OffsetSpec] = Future()
+        """The answer to the last question."""
 
     def changed(
         self, active: bool, client: StreamClient, give_credit: Callable[[int], None]
@@ -71,7 +78,8 @@ class Activity:
         """The broker made this consumer the active one, or not; called on the reading thread."""
         tenure, was_open = self._lane.tenure, not self._lane.shut
         self._inbox.shut(self._lane)  # also when active: what waits is of an older turn
-        answer: Future[OffsetSpec] = Future()
+        _settle(self._asked, _not_too_far(self._lane))
+        answer = self._asked = Future()
         if active:
             now = self._lane.tenure
             self._later(0, lambda: self._go_on(client, now, give_credit, answer), answer)
@@ -87,7 +95,7 @@ class Activity:
 
     def _later(self, delay: float, job: Callable[[], None], answer: Future[OffsetSpec]) -> None:
         if self._access.later.schedule(delay, job).cancelled:
-            answer.set_result(NEXT)  # the environment is being closed
+            _settle(answer, NEXT)  # the environment is being closed
 
     def _go_on(
         self,
@@ -98,7 +106,7 @@ class Activity:
     ) -> None:
         lane, stream = self._lane, self._lane.stream
         if client.closed or self._inbox.closed or lane.tenure != tenure:
-            answer.set_result(NEXT)
+            _settle(answer, _not_too_far(lane))
             return
         try:
             options, own = self._options, lane.handed_out
@@ -111,10 +119,10 @@ class Activity:
                 self._later(_TRY_AGAIN, again, answer)
                 return
             self._inbox.fail(error)
-            answer.set_result(NEXT)
+            _settle(answer, NEXT)
             return
         owed = self._inbox.open(lane, tenure, place)
-        answer.set_result(offset_spec(options.offset) if place is None else OffsetSpec.at(place))
+        _settle(answer, offset_spec(options.offset) if place is None else OffsetSpec.at(place))
         give_credit(owed)
 
     def _step_down(self, client: StreamClient, tenure: int, answer: Future[OffsetSpec]) -> None:
@@ -125,4 +133,16 @@ class Activity:
             # Who takes over repeats what was dealt with since the last offset was stored.
             logger.info("%s: stepped down, no offset stored: %s", self._lane.stream, error)
         finally:
-            answer.set_result(NEXT)
+            _settle(answer, NEXT)  # the broker does not look at it
+
+
+def _settle(answer: Future[OffsetSpec], place: OffsetSpec) -> None:
+    """Give an answer, unless there was one."""
+    with suppress(InvalidStateError):
+        answer.set_result(place)
+
+
+def _not_too_far(lane: Lane) -> OffsetSpec:
+    """A place that is not after the one where the lane goes on if its turn comes."""
+    own = lane.handed_out
+    return FIRST if own is None else OffsetSpec.at(own)

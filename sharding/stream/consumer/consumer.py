@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from sharding.errors import InvalidInput, WarrenError
 from sharding.metrics.sources import Subject
 from sharding.stream.connections.access import Access
-from sharding.stream.consumer.data_loss import without_gap
+from sharding.stream.consumer.data_loss import is_stray, without_gap
 from sharding.stream.consumer.inbox import Inbox, Lane, Taken
 from sharding.stream.consumer.offset_store import (
     Progress,
@@ -65,7 +65,9 @@ class Consumer:
         self._access = replace(access, placement=placement)
         self._options = options
         # Credit can reach a subscription that it was not meant for, whose id was free for a moment.
-        self._inbox = Inbox(2 * options.credits, clock=access.clock)
+        self._inbox = Inbox(
+            2 * options.credits, batch_bytes=access.limits.batch_max, clock=access.clock
+        )
         self._progress = Progress(
             options.store_every_messages, options.store_every_seconds, access.clock()
         )
@@ -87,7 +89,7 @@ class Consumer:
                 self._access,
                 options,
                 super_stream,
-                on_step_down=self._step_down if options.stores_by_itself else None,
+                on_step_down=self._step_down,
             )
             for stream in streams
         }
@@ -104,36 +106,40 @@ class Consumer:
     def batches(self, timeout: float | None = None) -> Iterator[pa.RecordBatch]:
         """Record batches of one stream each, whose name is in the schema's metadata as `stream`.
 
+        A batch is made of at most `Limits.batch_max`, or of one message: a chunk that holds more
+        comes in several. A sub-entry batch that unpacks to more than `Limits.uncompressed_max`
+        raises `ProtocolError`, each time that it is come to: it is never passed over.
+
         Ends when nothing came for `timeout` seconds, or when the consumer is closed. A stream that
         was deleted raises `StreamNotFound`, one that stayed away too long what it was last.
         """
         while (taken := self._next(timeout)) is not None:
             lane = taken.lane
             first = max(taken.first, lane.handed_out or 0)
-            batch = self._reader(lane.stream).batch(taken.chunks, first)
-            self._rest = None
-            if taken.void:
-                continue
-            self._hand_out(lane, taken.end, 0 if batch is None else batch.num_rows)
-            if batch is not None:
+            for batch in self._reader(lane.stream).batches(taken.chunks, first):
+                if taken.void or self._inbox.closed:
+                    break
+                self._hand_out(taken, batch.column("offset")[-1].as_py() + 1, batch.num_rows)
                 yield batch
+                self._came_back()
+            else:
+                if not taken.void:
+                    self._hand_out(taken, taken.end, 0)
+            self._rest = None
 
     def messages(self, timeout: float | None = None) -> Iterator[Message]:
         """One message after the other; ends as `batches` does."""
-        stores = self._options.stores_by_itself
         while (taken := self._next(timeout)) is not None:
             lane = taken.lane
             for message in self._decoded(taken, max(taken.first, lane.handed_out or 0)):
                 if taken.void:
                     break
                 assert message.offset is not None
-                self._hand_out(lane, message.offset + 1, 1)
+                self._hand_out(taken, message.offset + 1, 1)
                 yield message
-                self._progress.came_back()
-                if stores:
-                    self._store_if_due()
+                self._came_back()
             else:
-                self._hand_out(lane, taken.end, 0)
+                self._hand_out(taken, taken.end, 0)
             self._rest = None
 
     @property
@@ -241,6 +247,12 @@ class Consumer:
         name = f" {self._options.name!r}" if self._options.name else ""
         return f"<Consumer{name} of {', '.join(self.streams)}>"
 
+    def _came_back(self) -> None:
+        """For more of what was taken, that is; who wants something new comes to `_next`."""
+        self._progress.came_back()
+        if self._options.stores_by_itself:
+            self._store_if_due()
+
     def _next(self, timeout: float | None) -> Taken | None:
         """What the application goes on with: the rest of what it had, or what comes next."""
         self._progress.came_back()
@@ -269,6 +281,11 @@ class Consumer:
                 else:
                     continue
             subscription = self._subscriptions[self._rest.lane.stream]
+            if is_stray(self._rest, subscription, self._access):
+                self._inbox.put_back(self._rest)
+                self._rest = None
+                continue
+            self._rest = replace(self._rest, may_be_stray=False)
             self._rest, loss = without_gap(
                 self._rest, subscription, self._access, self._options.on_data_loss
             )
@@ -283,9 +300,7 @@ class Consumer:
             if header.end_offset <= first:
                 continue
             timestamp = header.timestamp
-            for offset, raw in messages(chunk, self._access.limits):
-                if offset < first:
-                    continue
+            for offset, raw in messages(chunk, self._access.limits, first, stream):
                 if raw_wanted:
                     yield Message(bytes(raw), offset=offset, timestamp=timestamp, stream=stream)
                 else:
@@ -301,10 +316,12 @@ class Consumer:
             )
         return self._readers[stream]
 
-    def _hand_out(self, lane: Lane, next_offset: int, count: int) -> None:
+    def _hand_out(self, taken: Taken, next_offset: int, count: int) -> None:
+        lane = taken.lane
         lane.handed_out = next_offset
         self._counts["messages"] += count
-        self._progress.handed_out(lane.stream, next_offset, count, lane.tenure)
+        # The lane may be in a later tenure by now, in which this is not to be stored.
+        self._progress.handed_out(lane.stream, next_offset, count, taken.tenure)
 
     def _store_if_due(self) -> None:
         now = self._access.clock()
@@ -341,8 +358,13 @@ class Consumer:
         return reached.tenure == lane.tenure and not lane.shut
 
     def _step_down(self, lane: Lane, tenure: int, client: StreamClient, timeout: float) -> None:
-        """The broker waits for us to say that the turn has ended; until then it is ours."""
+        """The broker waits for us to say that the turn has ended; until then it is ours.
+
+        Also of who is storing an offset now, which the lock waits for.
+        """
         with self._storing:
+            if not self._options.stores_by_itself:
+                return
             reached = self._progress.unstored().get(lane.stream)
             if reached is not None and reached.tenure == tenure:
                 self._store_over(client, lane.stream, reached, self._access.clock() + timeout)

@@ -10,9 +10,13 @@ Each partition has a lane. The rules:
 * A lane listens to one source at a time, the subscription that is current. When another takes
   over, what still waits is dropped (the position is before it, so it is sent again), and what the
   old one still delivers is not let in.
-* A lane can be shut, for a single active consumer that is not the active one: chunks wait behind
-  the gate or are dropped, and none is taken. Each shutting begins a new tenure; what was taken
-  in an older one is no longer the application's to see.
+* A lane can be shut, for a single active consumer that is not the active one: chunks are dropped,
+  and none is taken. Each shutting begins a new tenure; what was taken in an older one is no longer
+  the application's to see.
+* When a lane is opened the first chunk to come may be a *stray*: a broker that asks who is active
+  already goes on sending where it was, until it has read the answer. So the first chunk is taken
+  alone, and unless it holds the place to go on at, somebody looks whether it is the next one; if it
+  is not, it is `put_back`, which is to forget it.
 * All chunks that wait in one lane are taken together (within bounds), since many small chunks
   cost less as one batch. Lanes take turns.
 """
@@ -27,11 +31,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sharding.stream.messages.chunk import ChunkHeader
-from sharding.stream.protocol.constants import MIB
+from sharding.stream.protocol.constants import Limits
 
 _SIGNALS_SEEN_EVERY = 1.0
 BATCH_CHUNKS = 64
-BATCH_BYTES = 16 * MIB
+
+Gap = tuple[int, int]
 
 
 class _Arrived(NamedTuple):
@@ -55,6 +60,8 @@ class Lane:
         self.tenure = 0
         self.owed = 0
         """Chunks that were dropped, and for which the broker has not got its credit back."""
+        self.begun = True
+        """Whether what comes follows on what was taken; not so from opening to the next chunk."""
         self.witness: ChunkHeader | None = None
         """A chunk of the stream that was read, or was there when reading began: none other ever
         has its offset, unless the stream is made anew."""
@@ -82,8 +89,12 @@ class Taken:
     """Messages at lower offsets were handed out before."""
     end: int
     chunks: Sequence[memoryview]
-    gap: tuple[int, int] | None
-    """The first offsets that no chunk holds, from and up to; they may never have been messages."""
+    gaps: tuple[Gap, ...]
+    """Offsets that no chunk holds, from and up to; they may never have been messages."""
+    place: int | None = None
+    """The lane's position before."""
+    may_be_stray: bool = False
+    """Whether this is the first of a tenure, and may not be what comes next from `place` on."""
 
     @property
     def void(self) -> bool:
@@ -99,7 +110,7 @@ class Inbox:
         capacity: int,
         *,
         batch_chunks: int = BATCH_CHUNKS,
-        batch_bytes: int = BATCH_BYTES,
+        batch_bytes: int = Limits.batch_max,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._capacity = capacity
@@ -136,11 +147,13 @@ class Inbox:
         with self._changed:
             if lane._source is not source or self._closed:
                 return True
+            if lane.shut:  # it was sent before we said where to go on
+                lane.owed += 1
+                return True
             if len(lane._waiting) >= self._capacity:
                 return False
             lane._waiting.append(_Arrived(first, end, chunk))
-            if not lane.shut:
-                self._line_up(lane)
+            self._line_up(lane)
         return True
 
     def take(self, deadline: float | None) -> Taken | None:
@@ -190,10 +203,17 @@ class Inbox:
             if lane.tenure != tenure:
                 return 0
             lane.shut = False
+            lane.begun = False
             lane.position = lane.handed_out = position
-            self._line_up(lane)
             owed, lane.owed = lane.owed, 0
             return owed
+
+    def put_back(self, stray: Taken) -> None:
+        """Go on as if this had not come: what is missing before it is on its way."""
+        with self._changed:
+            if not stray.void:
+                stray.lane.position = stray.place
+                stray.lane.begun = False
 
     def fail(self, failure: Exception) -> None:
         """End with an error, after what waits. The first one counts."""
@@ -215,23 +235,26 @@ class Inbox:
                 self._changed.notify()
 
     def _take_from(self, lane: Lane) -> Taken:
-        waiting = lane._waiting
-        position = first = waiting[0].first if lane.position is None else lane.position
-        gap = None
+        waiting, place = lane._waiting, lane.position
+        position = first = waiting[0].first if place is None else place
+        gaps: list[Gap] = []
         chunks: list[memoryview] = []
         size = 0
-        while waiting and len(chunks) < self._batch_chunks:
+        while waiting and len(chunks) < (self._batch_chunks if lane.begun else 1):
             size += len(waiting[0].chunk)
             if chunks and size > self._batch_bytes:
                 break
             arrived = waiting.popleft()
-            if arrived.first > position and gap is None:
-                gap = position, arrived.first
+            if arrived.first > position:
+                gaps.append((position, arrived.first))
             position = max(position, arrived.end)
             chunks.append(arrived.chunk)
+        may_be_stray = not lane.begun and (bool(gaps) or place is None)
+        lane.begun = lane.begun or position > first
         lane.position = position
         self._line_up(lane)
-        return Taken(lane, lane._source, lane.tenure, first, position, chunks, gap)
+        taken = (lane, lane._source, lane.tenure, first, position, chunks, tuple(gaps))
+        return Taken(*taken, place, may_be_stray)
 
 
 def _slice(left: float | None) -> float | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,13 +23,14 @@ from sharding.errors import WarrenError
 from sharding.stream.connections.access import Access
 from sharding.stream.errors import NoAnswerInTime, ProtocolError
 from sharding.stream.messages.chunk import ChunkHeader, parse_header
-from sharding.stream.protocol.commands import Metadata, Subscribe, Unsubscribe
-from sharding.stream.protocol.constants import FIRST, LAST, NEXT, OffsetSpec
+from sharding.stream.protocol.commands import Metadata, StreamStats, Subscribe, Unsubscribe
+from sharding.stream.protocol.constants import FIRST, LAST, NEXT, Key, OffsetSpec
 
 if TYPE_CHECKING:
     from sharding.stream.connections.connection import StreamClient
 
 PROBE_NAME = "warren.probe"
+_TRY_AGAIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,36 @@ def first_and_last(
 
     The node must hold a member of the stream. Other members may be ahead of it; none is ahead of
     the leader.
+
+    A node that has just become the leader, or come back, does not know yet what of its log is
+    committed, and delivers none of it: that is waited for. 3.10 can't be asked about it.
     """
     deadline = clock() + timeout
+    found = _first_and_last_now(client, stream, deadline, clock)
+    while found is None:
+        # Asked before the next look: the node may learn it at any moment.
+        is_known = _knows_what_is_committed(client, stream, max(0.0, deadline - clock()))
+        found = _first_and_last_now(client, stream, deadline, clock)
+        if is_known:
+            break
+        if clock() + _TRY_AGAIN > deadline:
+            raise NoAnswerInTime(
+                f"{client.node} did not learn in time what of {stream!r} is stored"
+            )
+        time.sleep(_TRY_AGAIN)
+    return found
+
+
+def _knows_what_is_committed(client: StreamClient, stream: str, timeout: float) -> bool:
+    if not client.supports(Key.STREAM_STATS):
+        return True
+    stats = client.call(StreamStats(stream), timeout=timeout).stats
+    return stats.get("committed_chunk_id", -1) >= stats.get("last_chunk_id", -1)
+
+
+def _first_and_last_now(
+    client: StreamClient, stream: str, deadline: float, clock: Callable[[], float]
+) -> Ends | None:
     arrival = threading.Condition()
     ends = [_FirstChunk(arrival), _FirstChunk(arrival)]
     attached: list[int] = []
@@ -91,14 +120,23 @@ def first_and_last(
     )
 
 
-def chunk_at(client: StreamClient, stream: str, offset: int, timeout: float) -> ChunkHeader | None:
-    """The header of the first chunk of messages that ends after `offset`; None if there is none.
+def chunk_at(
+    client: StreamClient,
+    stream: str,
+    place: int | OffsetSpec,
+    timeout: float,
+    filters: Mapping[str, str] | None = None,
+) -> ChunkHeader | None:
+    """The header of the first chunk that a subscription at `place` gets; None if there is none.
 
-    `client`'s node must hold a member of the stream, which may be behind others.
+    For an offset that is the first chunk of messages that ends after it. `client`'s node must hold
+    a member of the stream, which may be behind others. With `filters`, which are properties of
+    Subscribe, of the chunks that these let through.
     """
     end = _FirstChunk(threading.Condition())
     number = client.attach_subscriber(end, stream)
-    spec, named = OffsetSpec.at(offset), {"name": PROBE_NAME}
+    spec = OffsetSpec.at(place) if isinstance(place, int) else place
+    named = {"name": PROBE_NAME, **(filters or {})}
     leave = Unsubscribe(number)
     try:
         client.call(Subscribe(number, stream, spec, credit=1, properties=named), timeout=timeout)
@@ -114,8 +152,9 @@ def chunk_at(client: StreamClient, stream: str, offset: int, timeout: float) -> 
         if end.lost is None:
             client.detach_subscriber(number)
     found = end.header() if end.settled else None
-    # A node that is behind may begin with the last one it has.
-    return found if found is not None and found.end_offset > offset else None
+    if found is not None and isinstance(place, int) and found.end_offset <= place:
+        return None  # a node that is behind may begin with the last one it has
+    return found
 
 
 def leader_ends(access: Access, stream: str, timeout: float) -> Ends | None:

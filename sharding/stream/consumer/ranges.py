@@ -28,7 +28,7 @@ from sharding.stream.messages.chunk import ChunkHeader, parse_header
 from sharding.stream.options import Columns, ConsumerOptions, OnDataLoss, offset_spec
 from sharding.stream.protocol.commands import Metadata, Subscribe, Unsubscribe
 from sharding.stream.protocol.constants import NEXT, Broker, Key, OffsetSpec
-from sharding.stream.routes.values import consumer_candidates
+from sharding.stream.routes.placement import consumer_candidates
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -121,7 +121,7 @@ def _read_on(
     from sharding.stream.arrow.batches import BatchReader
 
     timeout = options.recovery_timeout
-    inbox = Inbox(2 * options.credits, clock=access.clock)
+    inbox = Inbox(2 * options.credits, batch_bytes=access.limits.batch_max, clock=access.clock)
     lane = Lane(stream, first)
     subscription = Subscription(lane, inbox, access, options)
     reader = BatchReader(stream, options.columns, access.limits, check_crc=False)
@@ -149,11 +149,12 @@ def _read_on(
             if taken.source is not source:
                 source, node = taken.source, subscription.node or node
             subscription.give_back(taken)
+            within = tuple(gap for gap in taken.gaps if gap[0] < end)
+            taken = replace(taken, gaps=within)
             taken, loss = without_gap(taken, subscription, access, options.on_data_loss)
             if loss is not None:
                 raise loss
-            batch = reader.batch(taken.chunks, taken.first, end)
-            if batch is not None:
+            for batch in reader.batches(taken.chunks, taken.first, end):
                 yield batch, node
             give_up = access.clock() + timeout  # after the application had its time
     finally:
@@ -253,10 +254,9 @@ def read_filtered(
                 tell(DataLost(stream, *gap), options.on_data_loss)
             if not came:
                 return
-            batch = reader.batch(came, position, end)
-            position = max(parse_header(chunk).end_offset for chunk in came)
-            if batch is not None:
+            for batch in reader.batches(came, position, end):
                 yield batch, client.node
+            position = max(parse_header(chunk).end_offset for chunk in came)
 
 
 def _check_empty(

@@ -27,6 +27,7 @@ from sharding.stream.connections.attachments import ActivityAnswer
 from sharding.stream.connections.connection import StreamClient
 from sharding.stream.consumer.activity import Activity, StepDown, Turns
 from sharding.stream.consumer.inbox import Inbox, Lane, Taken
+from sharding.stream.consumer.probe import chunk_at
 from sharding.stream.consumer.starting import check_same, start_offset, witness_before
 from sharding.stream.errors import (
     AccessRefused,
@@ -37,11 +38,12 @@ from sharding.stream.errors import (
     StreamNotFound,
     StreamReplaced,
 )
-from sharding.stream.messages.chunk import HEADER_SIZE, check_crc, parse_header
+from sharding.stream.messages.chunk import HEADER_SIZE, ChunkHeader, check_crc, parse_header
 from sharding.stream.options import ConsumerOptions, offset_spec
 from sharding.stream.protocol.commands import Subscribe, Unsubscribe, credit_frame
 from sharding.stream.protocol.constants import NEXT, Broker, Key, OffsetSpec
-from sharding.stream.routes.values import StreamRoute, consumer_candidates
+from sharding.stream.routes.placement import consumer_candidates
+from sharding.stream.routes.values import StreamRoute
 
 if TYPE_CHECKING:
     from sharding.stream.connections.connection import StreamClient
@@ -114,6 +116,8 @@ class Subscription:
         self._properties = options.subscription_properties(super_stream)
         self._changed = threading.Condition()
         self._link: _Link | None = None
+        self._newest: _Link | None = None
+        """The last attempt, successful or not: only this one is ever told that it is active."""
         self._closed = False
         self._attempts = 0
         self._lost_at = 0.0
@@ -160,11 +164,22 @@ class Subscription:
             if self._changed.wait_for(lambda: self._closed, seconds):
                 raise LocalError("the consumer was closed")
 
+    def first_chunk(
+        self, client: StreamClient, place: int | None, timeout: float
+    ) -> ChunkHeader | None:
+        """What the node has to send first from `place` on, or from where this one begins."""
+        spec = offset_spec(self._options.offset) if place is None else place
+        return chunk_at(client, self.stream, spec, timeout, self._options.filter_properties)
+
     def give_back(self, taken: Taken) -> None:
         """Tell the broker that the application took chunks, so that it sends as many more."""
         self.lane.witness = parse_header(taken.chunks[-1])
         if isinstance(taken.source, _Link):
             taken.source.give_credit(len(taken.chunks))
+
+    def has_delivered(self, taken: Taken, client: StreamClient) -> bool:
+        """Whether what was taken came over this connection, and not over an earlier one."""
+        return isinstance(taken.source, _Link) and taken.source.client is client
 
     def close(self, deadline: float) -> None:
         with self._changed:
@@ -219,21 +234,29 @@ class Subscription:
     def _begin(self, link: _Link, deadline: float) -> None:
         client, options, lane = link.client, self._options, self.lane
         check_abilities(client, options)
-        if lane.witness is not None:
-            check_same(client, self.stream, lane.witness, self._access, self._left(deadline))
+        witness = lane.witness
         if self._turns is None and lane.position is None:
             start = start_offset(client, self.stream, options, self._left(deadline))
             if start is not None:
                 left = self._left(deadline)
                 lane.witness = witness_before(client, self.stream, start, left)
                 self._inbox.place(lane, start)
+        with self._changed:
+            if self._turns is not None and self._newest is not None:
+                self._turns.ended()  # an attempt may have been told that it is active, and failed
+            self._newest = link
         position = self._inbox.listen(self.lane, link)
         spec = offset_spec(options.offset) if position is None else OffsetSpec.at(position)
         link.asked = True
-        client.call(
-            Subscribe(link.number, self.stream, spec, options.credits, self._properties),
-            timeout=self._left(deadline),
-        )
+        # The link is told when the stream goes from here on, so it is checked now and not before:
+        # else another one could take its place between the check and the subscription. Without
+        # credit nothing is delivered until then.
+        credit = options.credits if witness is None else 0
+        subscribe = Subscribe(link.number, self.stream, spec, credit, self._properties)
+        client.call(subscribe, timeout=self._left(deadline))
+        if witness is not None:
+            check_same(client, self.stream, witness, self._access, self._left(deadline))
+            link.give_credit(options.credits)
 
     def _leave(self, link: _Link, deadline: float) -> None:
         """Give up a link's id and its share of the connection."""
@@ -306,9 +329,10 @@ class Subscription:
             self._fail(ProtocolError(f"{link.client.node} sent more chunks than it has credit for"))
 
     def _activity(self, link: _Link, active: bool) -> ActivityAnswer:
-        if self._turns is None:
-            return NEXT
-        return self._turns.changed(active, link.client, link.give_credit)
+        with self._changed:
+            if self._turns is None or link is not self._newest:
+                return NEXT
+            return self._turns.changed(active, link.client, link.give_credit)
 
     def _lost(self, link: _Link, reason: Exception) -> None:
         with self._changed:

@@ -12,13 +12,15 @@
 | map | dict |
 
 A number does not remember its width: an int is written as a long (as an ulong, if only that holds
-it), a float as a double. All else is written as what it was read from; arrays as lists.
+it), a float as a double, a char as a string, an array as a list. All else is written as what it was
+read from.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -79,7 +81,8 @@ def as_text(value: AmqpValue) -> str | None:
     """`value` as the one text that a column of strings holds.
 
     Texts as they are, numbers and booleans as in JSON, binary as base64, UUIDs and times in their
-    ISO forms, null as no text, and what holds other values as JSON.
+    ISO forms, null as no text, and what holds other values as JSON. A map of which two keys have
+    the same text is a list of pairs, and what is no finite number a text: JSON has neither.
     """
     match value:
         case None:
@@ -109,12 +112,16 @@ def _time_text(value: Timestamp) -> str:
 
 def _json_value(value: AmqpValue) -> object:
     match value:
+        case float() if not math.isfinite(value):
+            return as_text(value)
         case None | bool() | int() | float() if not isinstance(value, Timestamp):
             return value
         case str() | bytes() | Timestamp():
             return as_text(value)
         case Mapping():
-            return {as_text(key): _json_value(held) for key, held in value.items()}
+            pairs = [(_json_key(key), _json_value(held)) for key, held in value.items()]
+            by_key = dict(pairs)
+            return by_key if len(by_key) == len(pairs) else pairs
         case Sequence():
             return [_json_value(held) for held in value]
         case Described():
@@ -123,12 +130,8 @@ def _json_value(value: AmqpValue) -> object:
             return as_text(value)
 
 
-# By number of bytes: bits of the exponent, its bias, the largest coefficient.
-_FORMATS = {
-    4: (8, 101, 10**7 - 1),
-    8: (10, 398, 10**16 - 1),
-    16: (14, 6176, 10**34 - 1),
-}
+def _json_key(key: AmqpValue) -> str:
+    return "null" if key is None else as_text(key) or ""
 
 
 # AMQP 1.0 decimals: IEEE 754-2008 numbers in the binary integer encoding.
@@ -137,6 +140,14 @@ _FORMATS = {
 # bits after the sign are both 1, the exponent stands two bits further right, and the coefficient
 # begins with an unwritten 100; where the two bits after those are 1 as well, it is an infinity or
 # no number.
+
+# By number of bytes: bits of the exponent, its bias, the largest coefficient.
+_FORMATS = {
+    4: (8, 101, 10**7 - 1),
+    8: (10, 398, 10**16 - 1),
+    16: (14, 6176, 10**34 - 1),
+}
+_LARGEST_EXPONENT = 6111  # of 16 bytes, with all 34 digits written
 
 
 def read_decimal(data: bytes) -> Decimal:
@@ -168,7 +179,11 @@ def write_decimal(value: Decimal) -> bytes:
         special = 0b11110 if value.is_infinite() else 0b11111
         return ((sign << 5 | special) << 122).to_bytes(16)
     coefficient = int("".join(map(str, digits)))
-    if coefficient > largest or not -bias <= exponent <= 6111:
+    # A smaller coefficient can have zeros of the exponent: 1E6112 is 10E6111.
+    zeros = max(0, exponent - _LARGEST_EXPONENT)
+    if zeros <= 34:
+        coefficient, exponent = coefficient * 10**zeros, exponent - zeros
+    if coefficient > largest or not -bias <= exponent <= _LARGEST_EXPONENT:
         raise ValueError(f"{value} does not fit into a decimal of 34 digits")
     width = 127 - exponent_bits
     return (sign << 127 | (exponent + bias) << width | coefficient).to_bytes(16)

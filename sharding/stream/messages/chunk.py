@@ -105,10 +105,13 @@ def check_crc(header: ChunkHeader, data: memoryview) -> None:
         raise ProtocolError(f"the CRC of the chunk at offset {header.first_offset} is wrong")
 
 
-def messages(chunk: memoryview, limits: Limits) -> Iterator[tuple[int, memoryview]]:
-    """Every message of a chunk as it was published, with its offset; batches are unpacked.
+def messages(
+    chunk: memoryview, limits: Limits, first: int = 0, stream: str = ""
+) -> Iterator[tuple[int, memoryview]]:
+    """The messages of a chunk from offset `first` on as they were published, each with its offset.
 
-    One batch is unpacked at a time, so that no more than its content is held.
+    One batch is unpacked at a time, so that no more than its content is held; one that ends before
+    `first` is passed over unopened. `stream` is for errors.
     """
     header = parse_header(chunk)
     data = chunk[HEADER_SIZE:]
@@ -119,15 +122,19 @@ def messages(chunk: memoryview, limits: Limits) -> Iterator[tuple[int, memoryvie
         (length,) = _LENGTH.unpack_from(data, position)
         if length & BATCH_BIT:
             batch = read_batch(data, position)
-            for message in batch_messages(unpack(batch, data, limits), batch.records):
-                yield offset, message
-                offset += 1
+            if batch.records and offset + batch.records > first:
+                content = unpack(batch, data, offset, limits, stream)
+                for number, message in enumerate(batch_messages(content, batch.records), offset):
+                    if number >= first:
+                        yield number, message
+            offset += batch.records
             position = batch.end
         else:
             position += 4
             if length > len(data) - position:
                 raise ProtocolError("a message ends after the chunk that holds it")
-            yield offset, data[position : position + length]
+            if offset >= first:
+                yield offset, data[position : position + length]
             position += length
             offset += 1
     if position != len(data) or offset != header.end_offset:
@@ -148,10 +155,16 @@ def read_batch(data: memoryview, position: int) -> Batch:
     return Batch(compression, records, uncompressed_length, start, start + length)
 
 
-def unpack(batch: Batch, data: memoryview, limits: Limits) -> memoryview:
-    """What a batch holds, decompressed."""
+def unpack(batch: Batch, data: memoryview, offset: int, limits: Limits, stream: str) -> memoryview:
+    """What a batch holds, decompressed; `offset` is its first message's."""
     compressed = data[batch.start : batch.end]
-    return memoryview(decompress(batch.compression, compressed, batch.uncompressed_length, limits))
+    try:
+        return memoryview(
+            decompress(batch.compression, compressed, batch.uncompressed_length, limits)
+        )
+    except ProtocolError as error:
+        last = offset + batch.records - 1
+        raise ProtocolError(f"{stream!r}, offsets {offset} to {last}: {error}") from error
 
 
 def batch_messages(content: memoryview, records: int) -> Iterator[memoryview]:

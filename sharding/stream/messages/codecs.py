@@ -7,7 +7,8 @@ come with the extra `stream` (cramjam).
 
 A batch says how long its content is. That length is checked against a limit before memory is
 taken, and the content is written into a buffer of exactly that length: a batch that holds more is
-refused where the buffer ends, however well it is compressed.
+refused where the buffer ends, however well it is compressed. (In parts it can't be unpacked: of
+these libraries only gzip's goes on where it stopped.)
 """
 
 from __future__ import annotations
@@ -64,10 +65,11 @@ def decompress(
     codec: Compression, data: bytes | memoryview, uncompressed_length: int, limits: Limits
 ) -> bytes | bytearray | memoryview:
     """The content of a batch, which is exactly `uncompressed_length` bytes long."""
-    if uncompressed_length > limits.uncompressed_max:
+    if codec is not Compression.NONE and uncompressed_length > limits.uncompressed_max:
         raise ProtocolError(
-            f"a {codec.name.lower()} batch of {uncompressed_length} bytes exceeds the limit of "
-            f"{limits.uncompressed_max}; raise uncompressed_max to read it"
+            f"a {codec.name.lower()} batch of {len(data)} bytes unpacks to {uncompressed_length}, "
+            f"more than Limits.uncompressed_max = {limits.uncompressed_max} allows; raise that to "
+            "read it (in Spark the option uncompressedMax)"
         )
     match codec:
         case Compression.NONE:

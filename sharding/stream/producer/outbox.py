@@ -6,23 +6,50 @@ entries mostly from the first to the last, so a batch counts how many leading on
 remembers single ids only for those settled out of turn.
 
 It holds no object for each message beyond the message: ids are a range or an array, and so are
-numbers.
+numbers. Whose messages they are is kept by runs, of those alone that were sent through a `batch()`
+(`sharding.callers`): all others are the producer's own.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
+from typing import NamedTuple
 
-from sharding.errors import reason
-from sharding.outcomes import Outcome, Result
+from sharding.callers import Caller
 from sharding.stream.messages.codecs import Compression
 from sharding.stream.producer import publish_frames
 from sharding.stream.producer.publish_frames import Entries
 from sharding.stream.protocol.commands import publish_header
+
+
+class Owned(NamedTuple):
+    """Messages of one caller that follow each other, by their positions."""
+
+    start: int
+    stop: int
+    caller: Caller
+
+
+_stop = attrgetter("stop")
+
+
+def count_of(owned: Iterable[Owned]) -> int:
+    """How many messages these are."""
+    return sum(run.stop - run.start for run in owned)
+
+
+class Failing(NamedTuple):
+    """A message that is not stored, or not known to be."""
+
+    number: int
+    publishing_id: int | None
+    caller: Caller | None = None
+    """None: the producer's own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +70,8 @@ class Batch:
     groups: Sequence[range] | None = None
     """For sub-entry batches: the positions of each entry's messages."""
     compression: Compression = Compression.NONE
+    owned: Sequence[Owned] = ()
+    """In order; what is in none of them is the producer's own."""
     sent_at: float | None = None
     settled: int = 0
     """How many leading entries have an outcome."""
@@ -58,10 +87,11 @@ class Batch:
         """Of the Publish frame."""
         return 1 if self.filters is None else 2
 
-    def confirm(self, ids: Sequence[int], start: int) -> tuple[int, int]:
+    def confirm(self, ids: Sequence[int], start: int) -> tuple[int, int, int]:
         """Settle what `ids` say from `start` on, as far as it is in turn, else one entry.
 
-        Returns how many of `ids` that took, and how many messages got an outcome by it.
+        Returns how many of `ids` that took, how many messages are stored by it, and how many of
+        these are callers', who are told.
         """
         first = self.settled
         length = min(len(ids) - start, len(self.ids) - first)
@@ -71,9 +101,9 @@ class Batch:
             if tuple(ids[start : start + length]) != tuple(self.ids[first : first + length]):
                 length = 1
             self.settled = first + length
-            return length, self._messages_of(first, first + length)
+            return length, *self._stored(first, first + length)
         entry = self.settle(ids[start])
-        return 1, 0 if entry is None else self._messages_of(entry, entry + 1)
+        return 1, *((0, 0) if entry is None else self._stored(entry, entry + 1))
 
     def settle(self, publishing_id: int) -> int | None:
         """The position of the entry with this id, which is settled now; None if it was before."""
@@ -91,20 +121,18 @@ class Batch:
             self.settled += 1
         return entry
 
-    def numbers_of(self, entry: int) -> Sequence[int]:
-        """The numbers of the messages in one entry."""
-        if self.groups is None:
-            return self.numbers[entry : entry + 1]
-        group = self.groups[entry]
-        return self.numbers[group.start : group.stop]
+    def messages_in(self, entry: int) -> Iterator[Failing]:
+        """The messages of one entry, if they fail."""
+        for position in self._positions(entry, entry + 1):
+            owned = self._owned_from(position)
+            caller = owned[0].caller if owned and owned[0].start <= position else None
+            yield Failing(self.numbers[position], self.ids[entry], caller)
 
-    def outstanding(self) -> Iterator[tuple[int, int]]:
-        """Number and publishing id of each message without an outcome."""
+    def outstanding(self) -> Iterator[Failing]:
+        """Each message without an outcome."""
         for entry in range(self.settled, len(self.ids)):
-            publishing_id = self.ids[entry]
-            if publishing_id not in self.late:
-                for number in self.numbers_of(entry):
-                    yield number, publishing_id
+            if self.ids[entry] not in self.late:
+                yield from self.messages_in(entry)
 
     def frames(self, publisher_id: int, frame_max: int) -> Iterator[tuple[bytes, Entries]]:
         """Publish frames, each as header and entries, of all from the first unsettled one on."""
@@ -117,10 +145,27 @@ class Batch:
         """Free the messages of a batch that is never sent again."""
         self.messages = ()
 
-    def _messages_of(self, first: int, stop: int) -> int:
+    def _positions(self, first: int, stop: int) -> range:
+        """Of the messages in these entries."""
         if self.groups is None:
-            return stop - first
-        return self.groups[stop - 1].stop - self.groups[first].start
+            return range(first, stop)
+        return range(self.groups[first].start, self.groups[stop - 1].stop)
+
+    def _stored(self, first: int, stop: int) -> tuple[int, int]:
+        """How many messages these entries have, and how many of them are callers', who are told."""
+        stored = self._positions(first, stop)
+        told = 0
+        for owned in self._owned_from(stored.start) if self.owned else ():
+            count = min(owned.stop, stored.stop) - max(owned.start, stored.start)
+            if count <= 0:
+                break
+            owned.caller.stored(count)
+            told += count
+        return len(stored), told
+
+    def _owned_from(self, position: int) -> Sequence[Owned]:
+        """The runs that end after a position."""
+        return self.owned[bisect_right(self.owned, position, key=_stop) :]
 
     def _parts(self, room: int) -> list[range]:
         """Which entries go into each frame."""
@@ -174,21 +219,9 @@ class Batch:
         )
 
 
-def outstanding(batches: Iterable[Batch]) -> Iterator[tuple[int, int]]:
-    """Number and publishing id of each message of `batches` without an outcome."""
+def outstanding(batches: Iterable[Batch]) -> Iterator[Failing]:
+    """Each message of `batches` without an outcome."""
     return chain.from_iterable(batch.outstanding() for batch in batches)
-
-
-def results(
-    messages: Iterable[tuple[int, int | None]],
-    outcome: Outcome,
-    stream: str | None,
-    cause: Exception,
-) -> Iterator[Result]:
-    """One for each of the messages, given by number and publishing id, that share a fate."""
-    said = reason(cause)
-    for number, publishing_id in messages:
-        yield Result(number, outcome, said, None, stream, publishing_id, cause)
 
 
 # What a partition has taken and the broker has not settled yet: pure, and in order.
@@ -217,11 +250,14 @@ class Outbox:
         """How many have no outcome."""
         self.size = 0
         """The bytes of all batches that are not complete."""
+        self.owned = 0
+        """How many of `messages` are callers'; who adds to `waiting` counts them too."""
 
     def add(self, batch: Batch) -> None:
         self.waiting.append(batch)
         self.messages += len(batch.numbers)
         self.size += batch.size
+        self.owned += count_of(batch.owned)
 
     def take(self, now: float) -> Batch | None:
         """The next batch to write. It counts as sent from here on: it may be, in part."""
@@ -243,7 +279,7 @@ class Outbox:
             batch.forget_messages()
 
     def confirm(self, ids: Sequence[int]) -> int:
-        """How many messages these ids settle."""
+        """How many messages these ids settle; callers are told of theirs, which `owned` shows."""
         stored = 0
         at = 0
         while at < len(ids):
@@ -251,24 +287,25 @@ class Outbox:
             if batch is None:
                 at += 1
                 continue
-            taken, messages = batch.confirm(ids, at)
+            taken, messages, told = batch.confirm(ids, at)
             at += taken
             stored += messages
+            self.owned -= told
             if batch.complete:
                 self._drop_complete()
         self.messages -= stored
         return stored
 
-    def refuse(self, publishing_id: int) -> Sequence[int]:
-        """The numbers of the messages that were refused with this id."""
+    def refuse(self, publishing_id: int) -> Sequence[Failing]:
+        """The messages that were refused with this id."""
         batch = self._holder(publishing_id)
         entry = None if batch is None else batch.settle(publishing_id)
         if batch is None or entry is None:
             return ()
-        numbers = batch.numbers_of(entry)
-        self.messages -= len(numbers)
+        refused = list(batch.messages_in(entry))
+        self._count_out(refused)
         self._drop_complete()
-        return numbers
+        return refused
 
     def lost(self) -> list[Batch]:
         """The connection is gone: what is given up, if anything is, in order."""
@@ -288,7 +325,7 @@ class Outbox:
         batches = self.batches
         self._flying.clear()
         self.waiting.clear()
-        self.messages = self.size = 0
+        self.messages = self.size = self.owned = 0
         return batches
 
     @property
@@ -326,5 +363,10 @@ class Outbox:
             self.size -= self._flying.popleft().size
 
     def _forget(self, batch: Batch) -> None:
-        self.messages -= sum(1 for _ in batch.outstanding())
+        self._count_out(batch.outstanding())
         self.size -= batch.size
+
+    def _count_out(self, messages: Iterable[Failing]) -> None:
+        for message in messages:
+            self.messages -= 1
+            self.owned -= message.caller is not None

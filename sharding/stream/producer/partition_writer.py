@@ -29,17 +29,19 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 
-from sharding.errors import LocalError, OutcomeUnknown, Unreachable, WarrenError, kind_of
-from sharding.outcomes import Outcome, Tally
+from sharding.callers import Caller, Callers
+from sharding.errors import LocalError, OutcomeUnknown, Unreachable, WarrenError, kind_of, reason
+from sharding.outcomes import Outcome, Result
 from sharding.stream.connections.background import Recovery, Timer
 from sharding.stream.errors import NoAnswerInTime, Overloaded, StreamUnavailable, refusal
 from sharding.stream.options import ProducerOptions
-from sharding.stream.producer.outbox import Batch, outstanding, results
+from sharding.stream.producer.outbox import Batch, Failing, outstanding
 from sharding.stream.producer.publishing import Attachment, Publishers, Publishing
 from sharding.stream.producer.reconnecting import Reconnecting
 from sharding.stream.producer.window import Load, Pending, Window
@@ -64,12 +66,38 @@ class Shared:
     recovery: Recovery
     clock: Callable[[], float] = time.monotonic
     rng: random.Random = field(default_factory=random.Random)
-    tally: Tally = field(default_factory=lambda: Tally(MAX_RESULTS))
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         """Notified when messages get an outcome, or a partition fails."""
+        self.callers = Callers(lambda: Caller(MAX_RESULTS))
+        self.settled: Counter[Outcome] = Counter()
+        """Since the beginning."""
+
+    def stored(self, count: int, told: int) -> None:
+        """Locked: messages are stored; callers were `told` of theirs among them."""
+        self.settled[Outcome.STORED] += count
+        self.callers.own.tally.stored += count - told
+
+    def not_stored(
+        self,
+        messages: Iterable[Failing],
+        outcome: Outcome,
+        stream: str | None,
+        cause: Exception,
+        *,
+        were_pending: bool = True,
+    ) -> None:
+        """Locked: messages that share a fate; a message that nobody accepted was not pending."""
+        said = reason(cause)
+        for number, publishing_id, caller in messages:
+            result = Result(number, outcome, said, None, stream, publishing_id, cause)
+            self.settled[outcome] += 1
+            if caller is not None and were_pending:
+                caller.not_stored(result)
+            else:
+                (caller or self.callers.own).tally.add((result,))
 
 
 class PartitionWriter:
@@ -114,13 +142,15 @@ class PartitionWriter:
 
     # Taking messages
 
-    def wait_for_room(self, deadline: float) -> None:
-        """Locked: until there is room for a message, or `Overloaded`."""
+    def wait_for_room(self, deadline: float) -> bool:
+        """Locked: until there is room for a message, or `Overloaded`; whether that took a wait, in
+        which others had the lock."""
+        waited = False
         while True:
             if self._failure is not None:
                 raise copy(self._failure) from self._failure
             if self.window.room():
-                return
+                return waited
             left = deadline - self._shared.clock()
             if left <= 0:
                 raise Overloaded(
@@ -131,6 +161,7 @@ class PartitionWriter:
             if not self._is_due:
                 self.write_soon()  # what is pending may be all there is, and linger long
             self._shared.changed.wait(left)
+            waited = True
 
     def add(self, load: Load) -> bool:
         """Locked: take messages for which there is room. True if `write()` is to be called."""
@@ -240,9 +271,10 @@ class PartitionWriter:
         with self._lock:
             if self._publishing is None or source is not self._publishing.attachment:
                 return
+            owned = self._outbox.owned
             stored = self._outbox.confirm(publishing_ids)
-            self._shared.tally.stored += stored
             if stored:
+                self._shared.stored(stored, owned - self._outbox.owned)
                 self.reconnecting.end()
             self._notify()
 
@@ -256,9 +288,8 @@ class PartitionWriter:
             if self._publishing is None or source is not self._publishing.attachment:
                 return
             for publishing_id, code in refusals:
-                numbers = self._outbox.refuse(publishing_id)
-                named = ((number, publishing_id) for number in numbers)
-                self._settle(named, Outcome.REFUSED, refusal("Publish", code, self.stream))
+                messages = self._outbox.refuse(publishing_id)
+                self._settle(messages, Outcome.REFUSED, refusal("Publish", code, self.stream))
             self._notify()
         if gone is not None:
             reason = StreamUnavailable("Publish", gone, self.stream)
@@ -352,7 +383,5 @@ class PartitionWriter:
         unknown.__cause__ = reason
         self._settle(outstanding(batches), Outcome.UNKNOWN, unknown)
 
-    def _settle(
-        self, messages: Iterable[tuple[int, int | None]], outcome: Outcome, cause: Exception
-    ) -> None:
-        self._shared.tally.add(results(messages, outcome, self.stream, cause))
+    def _settle(self, messages: Iterable[Failing], outcome: Outcome, cause: Exception) -> None:
+        self._shared.not_stored(messages, outcome, self.stream, cause)

@@ -20,6 +20,9 @@ What becomes of the messages is told by `flush`.
 * A key that the broker binds to several partitions is sent to each, under one number; a report
   counts each copy. A key bound to none is unroutable, and stored nowhere.
 
+* Whoever shares a producer takes a `batch()` of it: a report names the messages of one batch. What
+  is sent and flushed on the producer itself is one more batch, of all who do so.
+
 Order is kept within a partition. Safe to use from any thread; messages from one thread keep their
 order. The threads behind it are daemons: a producer left open does not keep a process alive.
 """
@@ -31,17 +34,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 
+from sharding.callers import Caller, SharedBatch
 from sharding.errors import InvalidInput
 from sharding.maps.slots import Key
 from sharding.metrics.sources import Subject
-from sharding.outcomes import Outcome, Report
+from sharding.outcomes import Outcome, Report, Tally
 from sharding.stream.connections.background import Recovery
 from sharding.stream.messages.amqp_values import AmqpValue
 from sharding.stream.messages.message import Body, Properties, encoded, with_key
 from sharding.stream.options import ProducerOptions
 from sharding.stream.producer import publish_frames
-from sharding.stream.producer.outbox import results
-from sharding.stream.producer.partition_writer import PartitionWriter, Shared
+from sharding.stream.producer.partition_writer import MAX_RESULTS, PartitionWriter, Shared
 from sharding.stream.producer.partitioning import BrokerRoutes, PartitionFunction, Targets
 from sharding.stream.producer.publish_frames import filter_bytes
 from sharding.stream.producer.publishing import Connections, Leaders, Publishers
@@ -52,7 +55,11 @@ logger = logging.getLogger("warren.stream.producer")
 
 class Producer:
     """Made by `StreamEnvironment.producer`. Leaving a `with` block closes it, and raises if some
-    message is not known to be stored."""
+    message is not known to be stored.
+
+    Its own `send` and `flush` are for one caller, or for many of whom one flushes for all. Where
+    several flush, each takes a `batch()`, and is told of his own messages.
+    """
 
     def __init__(
         self,
@@ -118,7 +125,7 @@ class Producer:
         with self._lock:
             return {
                 "accepted": sum(each.window.accepted for each in self._writers),
-                **self._shared.tally.totals,
+                **{str(each): self._shared.settled[each] for each in Outcome},
                 "recoveries": sum(each.reconnecting.recoveries for each in self._writers),
                 "longest_recovery": max(each.reconnecting.longest for each in self._writers),
             }
@@ -186,15 +193,16 @@ class Producer:
                             pending.cut(min(len(pending.numbers), len(pending.messages)))
                             self._next_number = number + 1
                             raise
-        message, is_plain = encoded(body, key, properties, application_properties)
-        load = Load(
-            (message,),
-            (0,),
-            is_plain,
-            None if filter_value is None else self._filters((filter_value,)),
-            None if publishing_id is None else (publishing_id,),
+        return self._send(
+            None,
+            body,
+            key,
+            properties,
+            application_properties,
+            filter_value,
+            publishing_id,
+            timeout,
         )
-        return self._send_one(self._targets.of(key), load, self._deadline(timeout))
 
     def send_many(
         self,
@@ -210,13 +218,7 @@ class Producer:
         Raises only if none was taken. If the time is up, or a partition fails, after some were,
         the others are reported as refused.
         """
-        if keys is None:
-            load = self._load(bodies, True, filter_values, publishing_ids)
-        else:
-            _check_count("keys", keys, bodies)
-            messages = list(map(with_key, keys, bodies))
-            load = self._load(messages, False, filter_values, publishing_ids)
-        return self._send_all(load, keys, self._deadline(timeout))
+        return self._send_many(None, bodies, keys, filter_values, publishing_ids, timeout)
 
     def send_encoded(
         self,
@@ -228,8 +230,12 @@ class Producer:
         timeout: float | None = None,
     ) -> range:
         """`send_many` for AMQP 1.0 messages; `keys` only choose partitions."""
-        load = self._load(messages, False, filter_values, publishing_ids)
-        return self._send_all(load, keys, self._deadline(timeout))
+        return self._send_encoded(None, messages, keys, filter_values, publishing_ids, timeout)
+
+    def batch(self) -> Batch:
+        """For one of several who share this producer: its reports name its own messages only."""
+        with self._lock:
+            return Batch(self, self._shared.callers.new())
 
     # Outcomes
 
@@ -237,32 +243,52 @@ class Producer:
         """Write what is buffered, wait for every outcome, and report those since the last flush.
 
         If some have none when the time is up, `pending` counts what a later report will have.
-        Messages that other threads send meanwhile are not waited for.
+        Messages that other threads send meanwhile are not waited for. What is sent through a
+        `batch()` is told by that, or here if nobody has the batch any more.
         """
-        with self._lock:
-            is_settled = self._wait_for_outcomes(self._clock() + timeout)
-            unsettled = sum(writer.window.unsettled for writer in self._writers)
-            return self._shared.tally.take_report(pending=0 if is_settled else unsettled)
+        return self._flush(self._shared.callers.own, timeout)
 
     def close(self, timeout: float = 10) -> Report:
         """Flush within `timeout`, then end. What has no outcome by then is unknown for good.
 
-        The report holds all outcomes since the last flush; failures are logged as well.
+        The report holds all outcomes that none has told yet, those of batches too; each batch tells
+        its own once more. Failures are logged as well.
         """
         deadline = self._clock() + timeout
         with self._lock:
-            self._wait_for_outcomes(deadline)
+            self._wait_for({each: each.window.accepted for each in self._writers}, deadline)
         for writer in self._writers:
             writer.close(max(0.5, deadline - self._clock()))
         with self._lock:
-            report = self._shared.tally.take_report()
+            last = Tally(MAX_RESULTS)
+            self._shared.callers.gather(last)
+            report = last.report()
         if not report.all_stored:
             logger.warning("%r is closed: %s", self, report)
         return report
 
-    def _wait_for_outcomes(self, deadline: float) -> bool:
-        """Locked: whether every message that was there when this began has its outcome."""
-        counts = {writer: writer.window.accepted for writer in self._writers}
+    def _flush(self, caller: Caller, timeout: float) -> Report:
+        with self._lock:
+            counts = {writer: self._accepted_of(caller, writer) for writer in self._writers}
+            is_settled = self._wait_for(counts, self._clock() + timeout)
+            pending = self._pending_of(caller)
+            return self._shared.callers.report(caller, pending, is_settled=is_settled)
+
+    def _accepted_of(self, caller: Caller, writer: PartitionWriter) -> int:
+        """Locked: how many messages a partition had taken with the last that he waits for."""
+        window = writer.window
+        if caller is not self._shared.callers.own:
+            return window.accepted_of(caller)
+        return window.accepted if window.own_unsettled else 0
+
+    def _pending_of(self, caller: Caller) -> int:
+        """Locked."""
+        if caller is not self._shared.callers.own:
+            return caller.pending
+        return sum(writer.window.own_unsettled for writer in self._writers)
+
+    def _wait_for(self, counts: Mapping[PartitionWriter, int], deadline: float) -> bool:
+        """Locked: whether so many messages of each partition have got their outcome."""
         for writer in self._writers:
             writer.write_soon()
         while not all(writer.window.has_settled(count) for writer, count in counts.items()):
@@ -272,10 +298,64 @@ class Producer:
             self._shared.changed.wait(left)
         return True
 
+    # For batches, and the long way for the producer itself
+
+    def _send(
+        self,
+        caller: Caller | None,
+        body: Body,
+        key: Key | None,
+        properties: Properties | None,
+        application_properties: Mapping[str, AmqpValue] | None,
+        filter_value: str | None,
+        publishing_id: int | None,
+        timeout: float | None,
+    ) -> int:
+        message, is_plain = encoded(body, key, properties, application_properties)
+        load = Load(
+            (message,),
+            (0,),
+            is_plain,
+            None if filter_value is None else self._filters((filter_value,)),
+            None if publishing_id is None else (publishing_id,),
+            caller,
+        )
+        return self._send_one(self._targets.of(key), load, self._deadline(timeout))
+
+    def _send_many(
+        self,
+        caller: Caller | None,
+        bodies: Sequence[bytes],
+        keys: Sequence[Key] | None,
+        filter_values: Sequence[str | None] | None,
+        ids: Sequence[int] | None,
+        timeout: float | None,
+    ) -> range:
+        if keys is None:
+            load = self._load(caller, bodies, True, filter_values, ids)
+        else:
+            _check_count("keys", keys, bodies)
+            messages = list(map(with_key, keys, bodies))
+            load = self._load(caller, messages, False, filter_values, ids)
+        return self._send_all(load, keys, self._deadline(timeout))
+
+    def _send_encoded(
+        self,
+        caller: Caller | None,
+        messages: Sequence[bytes],
+        keys: Sequence[Key] | None,
+        filter_values: Sequence[str | None] | None,
+        ids: Sequence[int] | None,
+        timeout: float | None,
+    ) -> range:
+        load = self._load(caller, messages, False, filter_values, ids)
+        return self._send_all(load, keys, self._deadline(timeout))
+
     # Preparing
 
     def _load(
         self,
+        caller: Caller | None,
         messages: Sequence[bytes],
         is_plain: bool,
         filter_values: Sequence[str | None] | None,
@@ -286,7 +366,7 @@ class Producer:
         _check_count("filter_values", filter_values, messages)
         _check_count("publishing_ids", ids, messages)
         filters = None if filter_values is None else self._filters(filter_values)
-        return Load(messages, range(len(messages)), is_plain, filters, ids)
+        return Load(messages, range(len(messages)), is_plain, filters, ids, caller)
 
     def _filters(self, values: Sequence[str | None]) -> list[bytes | None]:
         if not self.options.filtering:
@@ -310,11 +390,13 @@ class Producer:
         for writer in writers:
             self._check_size(writer, load)
         with self._lock:
+            # While one is waited for, those before it may fill up, or fail.
+            while any(writer.wait_for_room(deadline) for writer in writers):
+                continue
             for writer in writers:
-                writer.wait_for_room(deadline)
                 if load.ids is not None:
                     writer.window.pending.check_ids(load.ids)
-            numbers = self._take_numbers(1)
+            numbers = self._take_numbers(load)
             load = replace(load, numbers=numbers)
             full = [writer for writer in writers if writer.add(load)]
         for writer in full:
@@ -327,7 +409,7 @@ class Producer:
         for writer in shares:
             self._check_size(writer, load)
         with self._lock:
-            numbers = self._take_numbers(len(load))
+            numbers = self._take_numbers(load)
         load = replace(load, numbers=numbers)
         taken = 0
         for writer, positions in shares.items():
@@ -346,13 +428,68 @@ class Producer:
         self, load: Load, outcome: Outcome, stream: str | None, reason: Exception
     ) -> None:
         with self._lock:
-            self._shared.tally.add(results(load.named(), outcome, stream, reason))
+            self._shared.not_stored(load.failing(), outcome, stream, reason, were_pending=False)
 
-    def _take_numbers(self, count: int) -> range:
+    def _take_numbers(self, load: Load) -> range:
         """Locked."""
-        first = self._next_number
+        first, count = self._next_number, len(load)
         self._next_number = first + count
+        if load.caller is not None:
+            self._shared.callers.sends(load.caller)
         return range(first, first + count)
+
+
+class Batch(SharedBatch[Producer, Caller]):
+    """What one of several callers sends: made by `Producer.batch`. Numbers are the producer's."""
+
+    def send(
+        self,
+        body: Body = b"",
+        *,
+        key: Key | None = None,
+        properties: Properties | None = None,
+        application_properties: Mapping[str, AmqpValue] | None = None,
+        filter_value: str | None = None,
+        publishing_id: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """As `Producer.send`."""
+        return self._of._send(
+            *(self._caller, body, key, properties, application_properties),
+            *(filter_value, publishing_id, timeout),
+        )
+
+    def send_many(
+        self,
+        bodies: Sequence[bytes],
+        keys: Sequence[Key] | None = None,
+        *,
+        filter_values: Sequence[str | None] | None = None,
+        publishing_ids: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> range:
+        """As `Producer.send_many`."""
+        return self._of._send_many(
+            self._caller, bodies, keys, filter_values, publishing_ids, timeout
+        )
+
+    def send_encoded(
+        self,
+        messages: Sequence[bytes],
+        keys: Sequence[Key] | None = None,
+        *,
+        filter_values: Sequence[str | None] | None = None,
+        publishing_ids: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> range:
+        """As `Producer.send_encoded`."""
+        return self._of._send_encoded(
+            self._caller, messages, keys, filter_values, publishing_ids, timeout
+        )
+
+    def flush(self, timeout: float = 30.0) -> Report:
+        """As `Producer.flush`, for what was sent through this batch."""
+        return self._of._flush(self._caller, timeout)
 
 
 def _check_count(what: str, values: Sized | None, messages: Sized) -> None:

@@ -15,12 +15,13 @@ from copy import copy
 from dataclasses import dataclass, replace
 from itertools import repeat
 
+from sharding.callers import Caller
 from sharding.errors import InvalidInput
 from sharding.stream.messages.codecs import Compression
 from sharding.stream.messages.message import encode_data
 from sharding.stream.options import ProducerOptions
 from sharding.stream.producer import publish_frames
-from sharding.stream.producer.outbox import Batch, Outbox
+from sharding.stream.producer.outbox import Batch, Failing, Outbox, Owned, count_of
 
 MAX_PUBLISHING_ID = 2**63 - 1
 
@@ -45,6 +46,7 @@ class Pending:
         self.plain = not options.filtering
         self.ids: array[int] | None = None
         self._filters: list[bytes | None] | None = [] if options.filtering else None
+        self.owned: list[Owned] = []
         self.since = 0.0
         """When the first message came."""
 
@@ -82,9 +84,12 @@ class Pending:
 
     def extend(self, load: Load) -> None:
         """All of the load, or if a signal's exception comes in between, nothing of it."""
-        before = len(self.messages)
+        before, caller = len(self.messages), load.caller
         try:
             self._extend(load)
+            if caller is not None:
+                pending = caller.pending + self._own(before, caller)
+                caller.pending = pending  # the last step, which nothing interrupts
         except BaseException:
             self.cut(before)
             raise
@@ -94,7 +99,20 @@ class Pending:
         for column in (self.messages, self.numbers, self.ids, self._filters):
             if column is not None:
                 del column[count:]
+        self.owned = [
+            run._replace(stop=min(run.stop, count)) for run in self.owned if run.start < count
+        ]
         self.size = sum(map(len, self.messages))
+
+    def _own(self, start: int, caller: Caller) -> int:
+        """What was added from `start` on is the caller's; how many messages that are."""
+        stop = len(self.messages)
+        last = self.owned[-1] if self.owned else None
+        if last is not None and last.caller is caller and last.stop == start:
+            self.owned[-1] = last._replace(stop=stop)
+        elif start < stop:
+            self.owned.append(Owned(start, stop, caller))
+        return stop - start
 
     def _extend(self, load: Load) -> None:
         if load.ids is not None or self.ids is not None:
@@ -132,6 +150,7 @@ class Pending:
             self._filters,
             groups,
             self._options.compression,
+            self.owned,
         )
 
     def following(self, batch: Batch) -> Pending:
@@ -222,9 +241,11 @@ class Window:
             batch, outbox = self.pending.batch(self.frame_max), self.outbox
             following = self.pending.following(batch)
             messages, size = outbox.messages + len(batch.numbers), outbox.size + batch.size
+            owned = outbox.owned + count_of(batch.owned)
             # A signal's exception comes in after a call, not between plain assignments: so all of
             # this is done, or nothing.
-            outbox.messages, outbox.size, self.pending = messages, size, following
+            outbox.messages, outbox.size, outbox.owned = messages, size, owned
+            self.pending = following
             outbox.waiting.append(batch)
             self.refresh()
 
@@ -245,6 +266,21 @@ class Window:
         """How many messages have no outcome."""
         return self.outbox.messages + len(self.pending.messages)
 
+    @property
+    def own_unsettled(self) -> int:
+        """How many of these are the producer's own, and no caller's."""
+        return self.unsettled - self.outbox.owned - count_of(self.pending.owned)
+
+    def accepted_of(self, caller: Caller) -> int:
+        """How many messages were taken up to the caller's last one that may have no outcome."""
+        owned = [(self.pending.taken, self.pending.owned)]
+        owned += [(batch.position, list(batch.owned)) for batch in reversed(self.outbox.batches)]
+        for position, runs in owned:
+            for run in reversed(runs):
+                if run.caller is caller:
+                    return position + run.stop
+        return 0
+
     def _room_in_bytes(self) -> int:
         return self._options.max_unconfirmed_bytes - self.outbox.size - self.pending.size
 
@@ -259,6 +295,8 @@ class Load:
     """The messages are bodies, which are still to be encoded."""
     filters: Sequence[bytes | None] | None = None
     ids: Sequence[int] | None = None
+    caller: Caller | None = None
+    """Whose batch they are sent through; None: the producer itself."""
 
     def __len__(self) -> int:
         return len(self.messages)
@@ -292,6 +330,8 @@ class Load:
             ids=None if self.ids is None else [self.ids[position] for position in positions],
         )
 
-    def named(self) -> Iterator[tuple[int, int | None]]:
-        """Number and publishing id of each; it has none of its own before it is in a batch."""
-        return zip(self.numbers, repeat(None) if self.ids is None else self.ids, strict=False)
+    def failing(self) -> Iterator[Failing]:
+        """Each of them, if they fail; it has no publishing id of its own before it is sent."""
+        ids = repeat(None) if self.ids is None else self.ids
+        for number, publishing_id in zip(self.numbers, ids, strict=False):
+            yield Failing(number, publishing_id, self.caller)

@@ -131,4 +131,7 @@ class Limits:
     handshake_frame_max: int = 8 * 1024
     """The largest frame before the peer is authenticated."""
     uncompressed_max: int = 64 * MIB
-    """The largest content of one compressed sub-entry batch."""
+    """The largest content of one compressed sub-entry batch, which is unpacked as a whole."""
+    batch_max: int = 16 * MIB
+    """The most message data, unpacked, that becomes one record batch; where there is more, it comes
+    in several. Only a message that is larger by itself makes a larger one."""

@@ -55,9 +55,10 @@ class FrameReader:
         self._large_size = 0
         self._filled = 0
 
-    def authenticated(self, frame_max: int) -> None:
-        """Allow the full sizes; `frame_max` is what both sides agreed on."""
-        self._frame_limit = ("the agreed Limits.frame_max", frame_max)
+    def authenticated(self) -> None:
+        """Allow the full sizes. What a broker agreed on it wants of us and does not keep to itself:
+        its confirms, and its answers about many streams, are as long as they are."""
+        self._frame_limit = ("Limits.frame_max", self._limits.frame_max)
         self._chunk_limit = ("Limits.chunk_max", self._limits.chunk_max)
 
     def buffer(self) -> memoryview:

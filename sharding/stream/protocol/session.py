@@ -155,7 +155,7 @@ class Connection:
         if following is not None:
             yield ToSend(self._encode(following)[1])
         elif self.opened is not None:
-            self._frames.authenticated(self.opened.frame_max)
+            self._frames.authenticated()
             yield self.opened
 
     def _tuned(self, body: Reader) -> Iterator[Event]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+from collections.abc import Iterator
 from datetime import UTC, datetime
 
 import pyarrow as pa
@@ -12,6 +14,7 @@ from sharding.errors import InvalidInput
 from sharding.stream.arrow import batches
 from sharding.stream.arrow.batches import BatchReader
 from sharding.stream.errors import ProtocolError
+from sharding.stream.messages import chunk as chunks_of
 from sharding.stream.messages.amqp_values import Symbol, Timestamp
 from sharding.stream.messages.codecs import Compression
 from sharding.stream.messages.message import Properties, encode_data, encode_message
@@ -50,8 +53,7 @@ RICH = [
 def read(
     chunks: list[memoryview], columns: Columns = ALL, first: int = 0, end: int | None = None
 ) -> pa.RecordBatch:
-    batch = BatchReader("invoices-1", columns).batch(chunks, first, end)
-    assert batch is not None
+    (batch,) = BatchReader("invoices-1", columns).batches(chunks, first, end)
     batch.validate(full=True)
     return batch
 
@@ -169,8 +171,8 @@ def test_offsets_outside_the_range_are_dropped(messages: list[bytes | SubBatch])
         assert read(chunks, ALL, first, end).to_pylist() == rows
     reader = BatchReader("s", ALL)
     for nothing in ((0, 1_000), (9_000, None), (1_500, 2_000), (1_005, 1_005), (1_005, 7)):
-        assert reader.batch(chunks, *nothing) is None
-    assert reader.batch([]) is None
+        assert not list(reader.batches(chunks, *nothing))
+    assert not list(reader.batches([]))
 
 
 def test_bodies_that_look_like_messages_are_bodies() -> None:
@@ -253,9 +255,8 @@ def test_a_key_that_is_not_utf_8_is_refused() -> None:
 def test_the_crc_is_checked_unless_switched_off() -> None:
     broken = chunk_of(with_length(encode_data(b"abc")), 1, 1, crc=1)
     with pytest.raises(ProtocolError, match="CRC"):
-        BatchReader("s").batch([broken])
-    batch = BatchReader("s", check_crc=False).batch([broken])
-    assert batch is not None
+        list(BatchReader("s").batches([broken]))
+    (batch,) = BatchReader("s", check_crc=False).batches([broken])
     assert batch["body"].to_pylist() == [b"abc"]
 
 
@@ -290,23 +291,113 @@ def test_one_chunk_does_not_make_up_for_another() -> None:
         read([chunk_of(cut[0], 3, 3), chunk_of(cut[1], 2, 2)])
 
 
-@pytest.mark.parametrize("codec", [codec for codec in Compression if codec])
-def test_bombs_are_refused_one_by_one_and_in_sum(codec: Compression) -> None:
-    megabyte = SubBatch([encode_data(bytes(1024 * 1024))], codec)
-    honest = sub_batch_entry(megabyte)
-    lying = sub_batch_entry(megabyte, uncompressed_length=100)
-    limits = Limits(uncompressed_max=2 * 1024 * 1024, chunk_max=4 * 1024 * 1024)
-    reader = BatchReader("s", limits=limits)
-    assert reader.batch([chunk_of(honest * 2, 2, 2)]) is not None
+MEGABYTE = 1024 * 1024
+CODECS = [codec for codec in Compression if codec]
+
+
+class Held:
+    """The most memory that Python and Arrow held at once, in bytes, beyond what there was."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        tracemalloc.reset_peak()
+        self._before = tracemalloc.get_traced_memory()[0]
+        self._before_in_arrow = int(pa.total_allocated_bytes())
+        self._most_in_arrow = 0
+
+    def most(self) -> int:
+        in_arrow = int(pa.total_allocated_bytes()) - self._before_in_arrow
+        self._most_in_arrow = max(self._most_in_arrow, in_arrow)
+        return tracemalloc.get_traced_memory()[1] - self._before + self._most_in_arrow
+
+
+@pytest.fixture
+def tracing() -> Iterator[None]:
     tracemalloc.start()
-    try:
-        with pytest.raises(ProtocolError, match="chunk_max"):
-            reader.batch([chunk_of(honest * 50, 50, 50)])
-        with pytest.raises(ProtocolError):
-            reader.batch([chunk_of(lying, 1, 1)])
-        assert tracemalloc.get_traced_memory()[1] < 16 * 1024 * 1024
-    finally:
-        tracemalloc.stop()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.usefixtures("tracing")
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("body", [bytes(1024), b"\x00\x53\x75\xb0" * 256], ids=["equal", "odd"])
+def test_what_unpacks_to_far_more_than_the_bound_is_read_in_parts(
+    codec: Compression, body: bytes
+) -> None:
+    """32 batches of a MiB; of odd ones the bodies are full of what messages begin with."""
+    messages = [encode_data(body)] * 1000
+    if body.strip(b"\0"):
+        messages[7] = encode_message(body, key="k")
+    packed = sub_batch_entry(SubBatch(messages, codec))
+    chunks = [chunk_of(packed * 16, 16, 16_000, first) for first in (0, 16_000)]
+    reader = BatchReader("s", limits=Limits(batch_max=2 * MEGABYTE), check_crc=False)
+    held, offset = Held(), 0
+    for batch in reader.batches(chunks):
+        assert batch["offset"][0].as_py() == offset
+        assert batch["body"][0].as_py() == batch["body"][-1].as_py() == body
+        offset += batch.num_rows
+        assert batch.nbytes < 2 * MEGABYTE
+        assert held.most() < 10 * MEGABYTE
+        del batch
+    assert offset == 32_000
+
+
+@pytest.mark.usefixtures("tracing")
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_batch_beyond_its_limit_is_refused_by_name_and_what_follows_it_can_be_read(
+    codec: Compression,
+) -> None:
+    honest = sub_batch_entry(SubBatch([encode_data(bytes(MEGABYTE))], codec))
+    bomb = sub_batch_entry(SubBatch([encode_data(bytes(8 * MEGABYTE))] * 3, codec))
+    lying = sub_batch_entry(SubBatch([encode_data(bytes(MEGABYTE))], codec), uncompressed_length=9)
+    limits = Limits(uncompressed_max=2 * MEGABYTE, batch_max=MEGABYTE // 2)
+    reader = BatchReader("invoices-1", limits=limits, check_crc=False)
+    with_bomb = chunk_of(honest + bomb + honest, 3, 5, 100)
+    found: list[pa.RecordBatch] = []
+    held = Held()
+    with pytest.raises(ProtocolError) as refused:
+        found += reader.batches([with_bomb])
+    said = str(refused.value)
+    assert "'invoices-1', offsets 101 to 103: " in said
+    assert f"of {len(bomb) - 11} bytes unpacks to {3 * (8 * MEGABYTE + 12)}" in said
+    assert f"Limits.uncompressed_max = {2 * MEGABYTE}" in said
+    assert "uncompressedMax" in said
+    assert [batch["offset"].to_pylist() for batch in found] == [[100]]
+    found.clear()
+    (before,) = reader.batches([with_bomb], 0, 101)
+    (after,) = reader.batches([with_bomb], 104)
+    assert (before["offset"].to_pylist(), after["offset"].to_pylist()) == ([100], [104])
+    del before, after
+    assert [offset for offset, _ in chunks_of.messages(with_bomb, limits, 104)] == [104]
+    with pytest.raises(ProtocolError, match=r"'s', offsets 101 to 103: .*Limits.uncompressed_max"):
+        list(chunks_of.messages(with_bomb, limits, 101, "s"))
+    with pytest.raises(ProtocolError):
+        list(reader.batches([chunk_of(lying, 1, 1)]))
+    assert held.most() < 6 * MEGABYTE
+
+
+def test_a_batch_that_is_not_compressed_takes_no_memory_and_has_no_limit() -> None:
+    packed = chunk([SubBatch([encode_data(bytes(1000))] * 100)])
+    limits = Limits(uncompressed_max=5000, batch_max=10_000)
+    assert sum(batch.num_rows for batch in BatchReader("s", limits=limits).batches([packed])) == 100
+    assert len(list(chunks_of.messages(packed, limits))) == 100
+
+
+def test_a_large_message_makes_a_batch_of_its_own() -> None:
+    bodies = [b"a", b"b" * 5000, b"c", b"d"]
+    reader = BatchReader("s", limits=Limits(batch_max=300))
+    found = [
+        batch["body"].to_pylist()
+        for batch in reader.batches([chunk([encode_data(body) for body in bodies])])
+    ]
+    assert found == [[b"a"], [b"b" * 5000], [b"c", b"d"]]
+
+
+def test_many_small_messages_count_for_their_rows() -> None:
+    """A row takes more memory than an empty message."""
+    packed = chunk([SubBatch([encode_data(b"")] * 1000, Compression.GZIP)] * 4)
+    reader = BatchReader("s", limits=Limits(batch_max=64_000))
+    assert [batch.num_rows for batch in reader.batches([packed])] == [500] * 8
 
 
 def test_a_small_chunk_that_promises_many_messages_takes_no_memory() -> None:
@@ -314,7 +405,7 @@ def test_a_small_chunk_that_promises_many_messages_takes_no_memory() -> None:
     try:
         for entries, records in ((65_535, 65_535), (1, 2**32 - 1), (65_535, 2**32 - 1)):
             with pytest.raises(ProtocolError):
-                BatchReader("s").batch([chunk_of(with_length(EQUAL[0]), entries, records)])
+                list(BatchReader("s").batches([chunk_of(with_length(EQUAL[0]), entries, records)]))
         assert tracemalloc.get_traced_memory()[1] < 1024 * 1024
     finally:
         tracemalloc.stop()

@@ -69,7 +69,7 @@ def test_a_bomb_is_refused_before_memory_is_taken_for_it(codec: Compression) -> 
     assert peak < 1024 * 1024
 
 
-@pytest.mark.parametrize("codec", Compression)
+@pytest.mark.parametrize("codec", [codec for codec in Compression if codec])
 def test_a_declared_length_above_the_limit_is_refused_and_the_option_named(
     codec: Compression,
 ) -> None:

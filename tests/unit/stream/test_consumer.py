@@ -13,9 +13,11 @@ import pytest
 
 from sharding.errors import InvalidInput, Unreachable
 from sharding.stream.consumer.consumer import Consumer
+from sharding.stream.consumer.data_loss import without_gap
 from sharding.stream.consumer.ranges import RangeReading, read_range
 from sharding.stream.errors import (
     AuthenticationFailed,
+    ConnectionLost,
     DataLost,
     NotActive,
     NotSupported,
@@ -24,9 +26,12 @@ from sharding.stream.errors import (
     StreamReplaced,
     refusal,
 )
+from sharding.stream.messages.codecs import Compression
+from sharding.stream.messages.message import encode_data
 from sharding.stream.options import ConsumerOptions, offset_spec
 from sharding.stream.protocol.commands import Subscribe
-from sharding.stream.protocol.constants import Code, OffsetSpec
+from sharding.stream.protocol.constants import Code, Limits, OffsetSpec
+from tests.support.chunks import SubBatch, chunk
 from tests.support.fake_streams import A, FakeClient, FakeCluster, chunk_of
 
 
@@ -42,6 +47,12 @@ def offsets(consumer: Consumer, count: int | None = None) -> list[int]:
         assert message.body == b"%d" % message.offset
         found.append(message.offset)
     return found
+
+
+def offsets_of(handed_out: Iterator[Any]) -> Iterator[int]:
+    """Of messages or batches."""
+    for each in handed_out:
+        yield from rows(iter([each])) if hasattr(each, "num_rows") else [each.offset]
 
 
 def rows(batches: Iterator[Any]) -> list[int]:
@@ -334,6 +345,42 @@ def test_messages_lost_to_retention_are_reported_and_then_skipped() -> None:
     assert offsets(consumer) == list(range(10, 15))
 
 
+def test_each_of_several_losses_is_reported_before_what_follows() -> None:
+    cluster = FakeCluster(5)
+    cluster.stream.skip(1)
+    cluster.stream.append(5)
+    cluster.stream.skip(9)
+    cluster.stream.append(5)
+    consumer = consumer_of(cluster)
+    cluster.stream.truncate(2)  # when all of it is on its way
+    losses = []
+    for _ in range(2):
+        with pytest.raises(DataLost) as caught:
+            offsets(consumer)
+        losses.append((caught.value.asked, caught.value.found))
+    assert losses == [(5, 6), (11, 20)]
+    assert offsets(consumer) == [*range(5), *range(6, 11), *range(20, 25)]
+
+
+def test_what_one_node_had_deleted_is_reported_when_another_still_has_it() -> None:
+    cluster = FakeCluster(5, 5, 5)
+    has_it = cluster.stream.chunks.copy()
+    consumer = consumer_of(cluster, offset=2, credits=2)
+    cluster.client.lose()
+    cluster.stream.truncate(2)
+    cluster.run()  # the chunk at 10 waits
+    cluster.client.lose()
+    cluster.stream.chunks, cluster.stream.begins_at = has_it, 0
+    taken = consumer._inbox.take(None)
+    assert taken is not None
+    assert taken.gaps == ((2, 10),)
+    cluster.run()
+    (subscription,) = consumer._subscriptions.values()
+    _, loss = without_gap(taken, subscription, cluster.access, "raise")
+    assert loss is not None
+    assert (loss.asked, loss.found) == (2, 10)
+
+
 def test_loss_may_be_allowed() -> None:
     cluster = FakeCluster(5, 5, 5)
     cluster.stream.truncate(2)
@@ -425,6 +472,98 @@ def test_message_that_the_application_failed_at_is_not_stored() -> None:
     with pytest.raises(ZeroDivisionError):
         application()
     assert cluster.stream.stored == {"joe": 3}
+
+
+class TestParts:
+    """A chunk of ten messages that is handed out in batches of two."""
+
+    def cluster(self, *sizes: int) -> FakeCluster:
+        cluster = FakeCluster(*sizes)
+        cluster.limits = Limits(batch_max=300)
+        return cluster
+
+    def test_large_chunk_comes_in_several_batches_and_costs_one_credit(self) -> None:
+        cluster = self.cluster(10, 3)
+        consumer = consumer_of(cluster, credits=2)
+        iteration = consumer.batches(timeout=0)
+        found = []
+        for _ in range(5):
+            found.append(next(iteration).column("offset").to_pylist())
+            assert cluster.client.subscribed[0].credit == 2 - 1 + len(cluster.stream.chunks) - 1
+        assert found == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+        assert rows(iteration) == [10, 11, 12]
+
+    def test_iteration_left_between_parts_goes_on_with_the_next(self) -> None:
+        consumer = consumer_of(self.cluster(10, 3))
+        assert rows(islice(consumer.batches(timeout=0), 2)) == [0, 1, 2, 3]
+        assert consumer.positions == {"s": 4}
+        assert offsets(consumer, 1) == [4]
+        assert rows(islice(consumer.batches(timeout=0), 1)) == [5]
+        assert rows(consumer.batches(timeout=0)) == list(range(6, 13))
+
+    def test_parts_dealt_with_are_stored_and_a_restart_begins_in_the_middle_of_the_chunk(
+        self,
+    ) -> None:
+        cluster = self.cluster(10, 3)
+        with consumer_of(cluster, name="joe", store_every_messages=4) as consumer:
+            stored = [
+                cluster.stream.stored.get("joe") for _ in islice(consumer.batches(timeout=0), 4)
+            ]
+        assert stored == [None, None, 3, 3]
+        assert cluster.stream.stored == {"joe": 5}  # what is in hand is not dealt with
+        again = consumer_of(cluster, name="joe")
+        assert rows(again.batches(timeout=0)) == list(range(6, 13))
+
+    def test_connection_lost_between_parts_loses_and_repeats_nothing(self) -> None:
+        cluster = self.cluster(10, 3)
+        consumer = consumer_of(cluster)
+        iteration = consumer.batches(timeout=0)
+        assert rows(islice(iteration, 2)) == [0, 1, 2, 3]
+        cluster.client.lose()
+        cluster.run()
+        assert rows(iteration) == list(range(4, 13))
+
+    def test_turn_that_ends_between_parts_ends_the_chunk(self) -> None:
+        cluster = self.cluster(10, 3)
+        consumer = consumer_of(cluster, name="joe", single_active=True, store_every_messages=100)
+        cluster.client.make_active(0, True)
+        cluster.run()
+        iteration = consumer.batches(timeout=0)
+        assert rows(islice(iteration, 2)) == [0, 1, 2, 3]
+        cluster.client.make_active(0, False)
+        cluster.run()
+        assert cluster.stream.stored["joe"] == 1
+        assert rows(iteration) == []
+
+    def test_close_between_parts_ends_the_iteration(self) -> None:
+        consumer = consumer_of(self.cluster(10))
+        iteration = consumer.batches(timeout=0)
+        assert rows(islice(iteration, 1)) == [0, 1]
+        consumer.close()
+        assert rows(iteration) == []
+
+    @pytest.mark.parametrize("of", ["batches", "messages"])
+    def test_batch_that_is_too_large_is_refused_again_and_again_and_can_be_passed_on_purpose(
+        self, of: str
+    ) -> None:
+        cluster = FakeCluster()
+        cluster.limits = Limits(uncompressed_max=1000)
+        small = encode_data(b"0")
+        bomb = SubBatch([encode_data(bytes(2000))] * 3, Compression.GZIP)
+        consumer = consumer_of(cluster, name="joe", store_every_messages=1)
+        cluster.client.handlers[0].on_chunk(chunk([small, bomb, small]))
+        refused = r"'s', offsets 1 to 3: .*Limits.uncompressed_max"
+        for expected in ([0], [], []):
+            found: list[int] = []
+            with pytest.raises(ProtocolError, match=refused):
+                found.extend(offsets_of(getattr(consumer, of)(timeout=0)))
+            assert found == expected
+        assert cluster.stream.stored == {"joe": 0}
+        consumer.store_offset("s", 3)
+        cluster.client.lose()
+        going_on = consumer_of(cluster, name="joe")
+        cluster.client.handlers[0].on_chunk(chunk([small, bomb, small]))
+        assert list(offsets_of(getattr(going_on, of)(timeout=0))) == [4]
 
 
 class TestSingleActive:
@@ -538,6 +677,141 @@ class TestSingleActive:
         assert offsets(consumer) == list(range(3, 15))
         assert cluster.client.subscribed[0].credit == 2
 
+    def test_answer_that_comes_too_late_does_not_move_the_turn_that_follows(self) -> None:
+        cluster = FakeCluster(5, 5)
+        consumer = self.consumer(cluster, offset="first")
+        cluster.client.make_active(0, True)
+        cluster.client.make_active(0, False)  # before it was known where to go on
+        cluster.client.make_active(0, True)
+        (_, too_late), *cluster.jobs = cluster.jobs
+        too_late()
+        cluster.stream.append(5)
+        cluster.run()
+        assert offsets(consumer) == list(range(15))
+
+    @pytest.mark.parametrize("arrives", ["before", "after"])
+    def test_chunk_of_an_older_turn_is_neither_handed_out_nor_hides_what_comes_before_it(
+        self, arrives: str
+    ) -> None:
+        cluster = FakeCluster(5, 5)
+        consumer = self.consumer(cluster, offset="first")
+        cluster.client.make_active(0, True)
+        cluster.run()
+        assert offsets(consumer, 3) == [0, 1, 2]
+        cluster.client.make_active(0, True)  # once more
+        if arrives == "before":
+            cluster.stream.append(5)
+        else:
+            cluster.client.on_the_way = [chunk_of(10, [b"10", b"11", b"12", b"13", b"14"])]
+        cluster.run()
+        if arrives == "after":
+            cluster.stream.append(5)
+        assert offsets(consumer) == list(range(3, 15))
+        assert cluster.client.subscribed[0].credit == ConsumerOptions().credits
+
+    @pytest.mark.parametrize("offset", ["first", datetime(1970, 1, 1, tzinfo=UTC)])
+    def test_chunk_of_an_older_turn_is_known_where_only_the_broker_knows_the_place(
+        self, offset: Any
+    ) -> None:
+        cluster = FakeCluster(5, 5)
+        consumer = self.consumer(cluster, offset=offset)
+        cluster.client.on_the_way = [chunk_of(5, [b"5", b"6", b"7", b"8", b"9"])]
+        cluster.client.make_active(0, True)
+        cluster.run()
+        assert offsets(consumer) == list(range(10))
+
+    def test_turn_may_begin_in_a_gap_and_with_filters(self) -> None:
+        cluster = FakeCluster(5)
+        cluster.stream.skip(1)
+        cluster.stream.append(5)
+        consumer = self.consumer(cluster, filter_values=("emea",))
+        cluster.stream.stored["joe"] = 4
+        cluster.client.make_active(0, True)
+        cluster.run()
+        assert offsets(consumer) == [6, 7, 8, 9, 10]
+        asked = cluster.client.asked(Subscribe)[-1]
+        assert (asked.offset, asked.properties["filter.0"]) == (OffsetSpec.at(5), "emea"), (
+            "whether there was a chunk that this consumer should have got"
+        )
+
+    @pytest.mark.parametrize(("stored", "handed_out"), [(4, []), (3, [4])])
+    def test_gap_is_not_asked_about_when_the_turn_is_over(
+        self, stored: int, handed_out: list[int]
+    ) -> None:
+        cluster = FakeCluster(5)
+        cluster.stream.skip(1)
+        cluster.stream.append(5)
+        cluster.stream.stored["joe"] = stored
+        consumer = self.consumer(cluster)
+        cluster.client.make_active(0, True)
+        cluster.run()
+        client = cluster.client
+
+        def lose(*_: object, **__: object) -> Any:
+            client.lose()  # and no connection comes in its place
+            cluster.now += 1_000_000.0  # as after a long sleep
+            raise ConnectionLost("lost")
+
+        client.call = lose  # type: ignore[method-assign]
+        assert offsets(consumer) == handed_out
+        assert client.closed, "it was asked"
+
+    def test_attempt_that_failed_leaves_no_turn_behind(self) -> None:
+        cluster = FakeCluster(5)
+
+        def lose_the_first(client: FakeClient) -> None:
+            def begin_a_turn() -> None:
+                client.make_active(0, True)
+                cluster.run()
+
+            if client is cluster.clients[0]:
+                client.before_answer = begin_a_turn
+                client.loses_after_subscribe = True
+
+        cluster.on_connect = lose_the_first
+        consumer = self.consumer(cluster, offset="first")
+        assert len(cluster.clients) == 2
+        assert consumer.active == ()
+
+    def test_what_was_in_hand_when_the_turn_was_lost_is_not_stored_in_the_next_one(self) -> None:
+        cluster = FakeCluster(1)
+        consumer = self.consumer(cluster)
+        cluster.client.make_active(0, True)
+        cluster.run()
+        iteration = consumer.messages(timeout=0)
+        assert next(iteration).offset == 0
+        cluster.client.make_active(0, False)
+        cluster.run()
+        cluster.client.hold_back = True  # nothing comes in the next turn
+        cluster.stream.append(9)
+        cluster.stream.stored["joe"] = 9  # by another one
+        cluster.client.make_active(0, True)
+        cluster.run()
+        assert list(iteration) == []
+        with pytest.raises(NotActive):
+            consumer.store_offset()
+        assert cluster.stream.stored == {"joe": 9}
+
+    def test_turn_does_not_end_while_an_offset_is_being_stored(self) -> None:
+        cluster = FakeCluster(5)
+        consumer = self.consumer(cluster, offset="first")
+        client = cluster.client
+        client.make_active(0, True)
+        cluster.run()
+        assert offsets(consumer, 3) == [0, 1, 2]
+        send = client.send
+
+        def step_down_first(frame: bytes, timeout: float | None = None) -> None:
+            client.make_active(0, False)
+            assert len(client.answered) == 1, "nobody else is let in yet"
+            send(frame, timeout)
+
+        client.send = step_down_first  # type: ignore[method-assign]
+        consumer.store_offset()
+        cluster.run()
+        assert cluster.stream.stored == {"joe": 2}
+        assert len(client.answered) == 2
+
     def test_lost_connection_ends_the_turn(self) -> None:
         cluster = FakeCluster(5, 5)
         consumer = self.consumer(cluster)
@@ -607,6 +881,12 @@ class TestRange:
     @pytest.mark.parametrize(("first", "end"), [(0, 15), (3, 12), (5, 10), (7, 8), (4, 4)])
     def test_range_holds_exactly_its_rows(self, first: int, end: int) -> None:
         assert self.read(FakeCluster(5, 5, 5), first, end) == list(range(first, end))
+
+    def test_range_of_large_chunks_comes_in_parts(self) -> None:
+        cluster = FakeCluster(10, 10)
+        cluster.limits = Limits(batch_max=300)
+        found = [rows(iter([batch])) for batch in self.reading(cluster, 3, 12)]
+        assert found == [[3], [4, 5], [6, 7], [8, 9], [10, 11]]
 
     def test_range_that_goes_past_the_stream_ends_with_it(self) -> None:
         assert self.read(FakeCluster(5, 5), 3, 1000) == list(range(3, 10))

@@ -13,9 +13,9 @@ from sharding.stream.protocol.frames import FIRST_STEP, READ_BUFFER, Frame, Fram
 from tests.support.stream_frames import frame
 
 
-def reader(limits: Limits | None = None, frame_max: int = MIB) -> FrameReader:
+def reader(limits: Limits | None = None) -> FrameReader:
     made = FrameReader(limits or Limits())
-    made.authenticated(frame_max)
+    made.authenticated()
     return made
 
 

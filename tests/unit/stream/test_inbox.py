@@ -41,7 +41,7 @@ def test_all_waiting_chunks_of_a_lane_are_taken_together() -> None:
     lane, source = listening(inbox)
     filled(inbox, lane, source, (0, 5), (5, 9), (9, 10))
     taken = take(inbox)
-    assert (taken.first, taken.end, len(taken.chunks), taken.gap) == (0, 10, 3, None)
+    assert (taken.first, taken.end, len(taken.chunks), taken.gaps) == (0, 10, 3, ())
     assert lane.position == 10
     assert inbox.take(0.0) is None
 
@@ -105,14 +105,14 @@ def test_chunk_that_begins_before_the_position_is_cut_there() -> None:
     lane, source = listening(inbox, position=7)
     filled(inbox, lane, source, (0, 5), (5, 9))
     taken = take(inbox)
-    assert (taken.first, taken.end, taken.gap) == (7, 9, None)
+    assert (taken.first, taken.end, taken.gaps) == (7, 9, ())
 
 
-def test_gap_is_told_with_the_offsets_it_spans() -> None:
+def test_every_gap_is_told_with_the_offsets_it_spans() -> None:
     inbox = Inbox(10)
     lane, source = listening(inbox)
     filled(inbox, lane, source, (0, 5), (8, 9), (20, 21))
-    assert take(inbox).gap == (5, 8)
+    assert take(inbox).gaps == ((5, 8), (9, 20))
 
 
 def test_first_chunk_of_a_lane_without_a_position_is_no_gap() -> None:
@@ -120,7 +120,7 @@ def test_first_chunk_of_a_lane_without_a_position_is_no_gap() -> None:
     lane, source = listening(inbox, position=None)
     filled(inbox, lane, source, (500, 510))
     taken = take(inbox)
-    assert (taken.first, taken.gap, lane.position) == (500, None, 510)
+    assert (taken.first, taken.gaps, lane.position) == (500, (), 510)
 
 
 def test_failure_comes_after_what_came_before_it() -> None:
@@ -152,11 +152,69 @@ def test_opened_lane_goes_on_at_the_new_position_and_says_what_credit_is_owed() 
     filled(inbox, lane, source, (0, 5), (5, 9))
     inbox.shut(lane)
     tenure = lane.tenure
-    filled(inbox, lane, source, (0, 40))
+    filled(inbox, lane, source, (20, 40))  # sent before the broker was told where to go on
     assert inbox.take(0.0) is None
-    assert inbox.open(lane, tenure, 30) == 2
+    assert inbox.open(lane, tenure, 30) == 3
+    filled(inbox, lane, source, (20, 40))
     taken = take(inbox)
     assert (taken.first, taken.end, taken.void) == (30, 40, False)
+
+
+def opened(inbox: Inbox, position: int | None) -> tuple[Lane, object]:
+    lane, source = listening(inbox, position=None)
+    inbox.shut(lane)
+    inbox.open(lane, lane.tenure, position)
+    return lane, source
+
+
+def test_first_chunk_of_a_tenure_is_taken_alone_and_may_be_put_back() -> None:
+    inbox = Inbox(10)
+    lane, source = opened(inbox, 30)
+    filled(inbox, lane, source, (50, 60), (20, 40), (40, 50), (50, 60))
+    stray = take(inbox)
+    assert (stray.gaps, stray.may_be_stray, len(stray.chunks)) == (((30, 50),), True, 1)
+    inbox.put_back(stray)
+    first, rest = take(inbox), take(inbox)
+    assert (first.first, first.end, first.gaps, first.may_be_stray) == (30, 40, (), False)
+    assert (rest.first, rest.end, rest.gaps) == (40, 60, ())
+
+
+def test_chunks_before_the_place_of_a_tenure_prove_nothing() -> None:
+    inbox = Inbox(10)
+    lane, source = opened(inbox, 30)
+    filled(inbox, lane, source, (20, 30), (50, 60))
+    assert take(inbox).end == 30
+    assert take(inbox).may_be_stray
+
+
+def test_gap_in_the_middle_of_a_tenure_is_no_stray() -> None:
+    inbox = Inbox(10)
+    lane, source = opened(inbox, 30)
+    filled(inbox, lane, source, (30, 40), (41, 50))
+    assert take(inbox).gaps == ()
+    taken = take(inbox)
+    assert (taken.gaps, taken.may_be_stray) == (((40, 41),), False)
+
+
+def test_what_was_put_back_too_late_moves_nothing() -> None:
+    inbox = Inbox(10)
+    lane, source = opened(inbox, 30)
+    filled(inbox, lane, source, (50, 60))
+    stray = take(inbox)
+    inbox.shut(lane)
+    inbox.open(lane, lane.tenure, 70)
+    inbox.put_back(stray)
+    assert lane.position == 70
+
+
+def test_first_chunk_of_a_tenure_without_a_place_may_be_put_back_too() -> None:
+    inbox = Inbox(10)
+    lane, source = opened(inbox, None)
+    filled(inbox, lane, source, (50, 60), (0, 5))
+    stray = take(inbox)
+    assert (stray.gaps, stray.may_be_stray, lane.position) == ((), True, 60)
+    inbox.put_back(stray)
+    assert (take(inbox).first, lane.position) == (0, 5)
 
 
 def test_lane_that_was_shut_again_stays_shut() -> None:
@@ -233,7 +291,7 @@ def test_whatever_happens_every_offset_is_taken_once_and_in_order(
     def take_what_waits() -> None:
         taken = inbox.take(0.0)
         if taken is not None:
-            assert taken.gap is None
+            assert not taken.gaps
             seen.extend(range(taken.first, taken.end))
 
     for step in [*steps, *["send", "take"] * len(ranges)]:

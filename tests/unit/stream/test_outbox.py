@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 
-from sharding.outcomes import Outcome
-from sharding.stream.producer.outbox import Batch, Outbox, results
+from sharding.callers import Caller
+from sharding.stream.producer.outbox import Batch, Failing, Outbox, Owned
 from sharding.stream.producer.outbox import outstanding as outstanding_in
 
 
@@ -26,7 +26,7 @@ def flying(*batches: Batch, keep: bool = True) -> Outbox:
 
 
 def outstanding(outbox: Outbox) -> list[int]:
-    return [each for batch in outbox.batches for _, each in batch.outstanding()]
+    return [each.publishing_id or 0 for each in outstanding_in(outbox.batches)]
 
 
 def test_a_confirm_may_span_batches_and_end_inside_one() -> None:
@@ -65,7 +65,7 @@ def test_confirms_of_unknown_ids_change_nothing() -> None:
 
 def test_a_refusal_names_the_message() -> None:
     outbox = flying(batch(1, 3))
-    assert list(outbox.refuse(2)) == [20]
+    assert outbox.refuse(2) == [Failing(20, 2)]
     assert outbox.refuse(2) == ()
     assert outbox.confirm((1, 2, 3)) == 2
     assert (outbox.messages, outbox.size) == (0, 0)
@@ -87,13 +87,7 @@ def test_an_unnamed_producer_gives_up_what_flew_and_only_that() -> None:
     outbox = flying(batch(1, 3), batch(4, 3), keep=False)
     outbox.add(batch(7, 3))
     outbox.confirm((1, 2, 3, 4))
-    given_up = outbox.lost()
-    lost = OSError("reset")
-    told = list(results(outstanding_in(given_up), Outcome.UNKNOWN, "s", lost))
-    assert [each.number for each in told] == [50, 60]
-    assert {(each.outcome, each.stream, each.reason, each.cause) for each in told} == {
-        (Outcome.UNKNOWN, "s", "reset", lost)
-    }
+    assert list(outstanding_in(outbox.lost())) == [Failing(50, 5), Failing(60, 6)]
     assert (outbox.messages, outbox.size, outstanding(outbox)) == (3, 3, [7, 8, 9])
 
 
@@ -117,8 +111,35 @@ def test_a_sub_entry_batch_settles_as_one() -> None:
     groups = [range(3), range(3, 5)]
     outbox = flying(Batch([b"x"] * 5, [3, 5], [10, 11, 12, 13, 14], 0, 5, groups=groups))
     assert outbox.confirm((5,)) == 2
-    assert list(outbox.refuse(3)) == [10, 11, 12]
+    assert outbox.refuse(3) == [Failing(number, 3) for number in (10, 11, 12)]
     assert (outbox.messages, outbox.size) == (0, 0)
+
+
+def test_each_caller_is_told_of_his_own_messages() -> None:
+    first, second = Caller(10), Caller(10)
+    groups = [range(2), range(2, 5), range(5, 9)]
+    shared = Batch(
+        [b"x"] * 9,
+        [2, 5, 9],
+        range(90, 99),
+        0,
+        9,
+        groups=groups,
+        owned=[Owned(1, 4, first), Owned(4, 5, second), Owned(6, 8, first)],
+    )
+    first.pending, second.pending = 5, 1
+    outbox = flying(shared, keep=False)
+    assert outbox.owned == 6
+    assert outbox.confirm((2,)) == 2  # the producer's own, and the first one's
+    assert (first.pending, first.tally.stored, outbox.owned) == (4, 1, 5)
+    assert outbox.refuse(5) == [
+        Failing(92, 5, first),
+        Failing(93, 5, first),
+        Failing(94, 5, second),
+    ]
+    assert outbox.owned == 2
+    assert [each.caller for each in outstanding_in(outbox.lost())] == [None, first, first, None]
+    assert (outbox.owned, outbox.messages, first.tally.stored) == (0, 0, 1)
 
 
 def test_the_oldest_batch_tells_age_and_position() -> None:

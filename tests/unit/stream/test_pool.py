@@ -267,7 +267,7 @@ def test_twelve_leaders_in_any_order_take_one_connect_a_node() -> None:
     for seed in range(20):
         leaders = [random.Random(seed + number).choice(NODES) for number in range(12)]
         network = Network(in_turn(*NODES))
-        with pool_of(network, balancer=BALANCER) as pool:
+        with pool_of(network, balancers=[BALANCER]) as pool:
             for leader in leaders:
                 assert publish(pool, leader).node == leader
             assert len(network.dialled) <= 2 * len(NODES)
@@ -277,7 +277,7 @@ def test_twelve_leaders_in_any_order_take_one_connect_a_node() -> None:
 def test_twelve_leaders_wanted_at_once_take_two_connects_a_node_at_most() -> None:
     network = Network(in_turn(*NODES))
     leaders = [NODES[number % 3] for number in range(12)]
-    with pool_of(network, balancer=BALANCER) as pool, ThreadPoolExecutor(12) as threads:
+    with pool_of(network, balancers=[BALANCER]) as pool, ThreadPoolExecutor(12) as threads:
         all_have_theirs = threading.Event()
 
         def has_what_was_found() -> bool:
@@ -296,7 +296,7 @@ def test_twelve_leaders_wanted_at_once_take_two_connects_a_node_at_most() -> Non
 
 def test_connection_to_a_node_that_is_wanted_later_is_kept() -> None:
     network = Network(in_turn(A, B, C))
-    with pool_of(network, balancer=BALANCER) as pool:
+    with pool_of(network, balancers=[BALANCER]) as pool:
         publish(pool, C)
         assert pool.counters["kept"] == 2
         publish(pool, A)
@@ -306,7 +306,7 @@ def test_connection_to_a_node_that_is_wanted_later_is_kept() -> None:
 
 def test_second_spare_of_a_node_is_closed_and_a_spare_nobody_wants_too_after_a_while() -> None:
     network, clock = Network(in_turn(A, A, A, B)), HandClock()
-    with pool_of(network, balancer=BALANCER, idle_timeout=0.2, clock=clock) as pool:
+    with pool_of(network, balancers=[BALANCER], idle_timeout=0.2, clock=clock) as pool:
         publish(pool, B)
         assert [client.node for client in network.open] == [A, B]
         assert pool.counters["unwanted"] == 2
@@ -317,14 +317,14 @@ def test_second_spare_of_a_node_is_closed_and_a_spare_nobody_wants_too_after_a_w
 @pytest.mark.parametrize("seed", range(5))
 def test_node_is_found_behind_a_balancer_that_deals_at_random(seed: int) -> None:
     network = Network(at_random(NODES, seed))
-    with pool_of(network, balancer=BALANCER) as pool:
+    with pool_of(network, balancers=[BALANCER]) as pool:
         for node in NODES:
             assert publish(pool, node).node == node
 
 
 def test_balancer_that_reaches_one_node_gives_an_error_that_names_all() -> None:
     network = Network(in_turn(A))
-    with pool_of(network, balancer=BALANCER, tries_per_node=6) as pool:
+    with pool_of(network, balancers=[BALANCER], tries_per_node=6) as pool:
         with pytest.raises(NodeNotReached) as error:
             pool.publisher(B, "s", Handler(), soon(100 * PATIENCE))
         assert str(error.value.__cause__) == f"{B} was not reached", "the search ended by itself"
@@ -342,7 +342,7 @@ def test_deadline_ends_a_search_with_what_was_seen_so_far() -> None:
         return A
 
     network = Network(reach)
-    with pool_of(network, balancer=BALANCER, tries_per_node=1_000, clock=clock) as pool:
+    with pool_of(network, balancers=[BALANCER], tries_per_node=1_000, clock=clock) as pool:
         with pytest.raises(NodeNotReached) as error:
             pool.publisher(B, "s", Handler(), deadline=10)
         assert error.value.__cause__ is None, "the search went on until then"
@@ -352,13 +352,13 @@ def test_deadline_ends_a_search_with_what_was_seen_so_far() -> None:
 
 def test_subscription_gets_its_first_choice_from_a_balancer_that_deals_in_turn() -> None:
     network = Network(in_turn(*NODES))
-    with pool_of(network, balancer=BALANCER) as pool:
+    with pool_of(network, balancers=[BALANCER]) as pool:
         assert subscribe(pool, C, B, A).node == C
         assert subscribe(pool, B, C, A).node == B
 
 
 def test_subscription_takes_another_replica_before_long_if_its_first_choice_is_down() -> None:
-    with pool_of(Network(in_turn(A, B)), balancer=BALANCER, tries_per_node=10_000) as pool:
+    with pool_of(Network(in_turn(A, B)), balancers=[BALANCER], tries_per_node=10_000) as pool:
         assert subscribe(pool, C, B, A).node == B, "and not only when all tries are used up"
     tries = Tries(10)
     accepted = []
@@ -370,7 +370,7 @@ def test_subscription_takes_another_replica_before_long_if_its_first_choice_is_d
 
 def test_search_that_nobody_waits_for_any_more_ends() -> None:
     network = Network(in_turn(A))
-    with pool_of(network, balancer=BALANCER, tries_per_node=1_000) as pool:
+    with pool_of(network, balancers=[BALANCER], tries_per_node=1_000) as pool:
         with pytest.raises(NodeNotReached):
             pool.publisher(B, "s", Handler(), soon(0.1))
         wait_until(
@@ -380,22 +380,36 @@ def test_search_that_nobody_waits_for_any_more_ends() -> None:
 
 def test_subscription_takes_the_leader_only_when_no_replica_is_reached() -> None:
     network = Network(in_turn(A))
-    with pool_of(network, balancer=BALANCER) as pool:
+    with pool_of(network, balancers=[BALANCER]) as pool:
         assert subscribe(pool, C, B, A).node == A
 
 
 def test_balancer_that_is_down_for_a_moment_is_tried_again() -> None:
     network = Network(in_turn(A, B))
     network.down = {A}
-    with pool_of(network, balancer=BALANCER) as pool:
+    with pool_of(network, balancers=[BALANCER]) as pool:
         assert publish(pool, B).node == B
+        assert pool.counters["failed_dials"] == 1
+
+
+def test_second_balancer_is_used_when_the_first_is_down() -> None:
+    network = Network(lambda address: B if address == BALANCER else A)
+    network.down = {A}
+    with pool_of(network, balancers=[A, BALANCER], tries_per_node=2) as pool:
+        assert publish(pool, B).node == B
+        assert pool.counters["failed_dials"] == 1
+        network.down = {B}
+        assert publish(pool, B).node == B, "the one that is open"
+        network.clients[-1].close()
+        network.down = set()
+        assert publish(pool, B).node == B, "through the one that worked last"
         assert pool.counters["failed_dials"] == 1
 
 
 def test_balancer_that_is_down_is_told_with_the_reason() -> None:
     network = Network(in_turn(A))
     network.down = {A}
-    with pool_of(network, balancer=BALANCER, tries_per_node=2) as pool:
+    with pool_of(network, balancers=[BALANCER], tries_per_node=2) as pool:
         with pytest.raises(NodeNotReached, match="reached no node") as error:
             publish(pool, A)
         assert "connection refused" in str(error.value.__cause__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from sharding.stream.consumer.data_loss import is_lost
 from sharding.stream.consumer.probe import PROBE_NAME, Ends, first_and_last, leader_ends
 from sharding.stream.errors import ConnectionLost, NoAnswerInTime
-from sharding.stream.protocol.commands import Metadata, Subscribe
+from sharding.stream.protocol.answers import StatsAnswer
+from sharding.stream.protocol.commands import Metadata, StreamStats, Subscribe
 from tests.cluster.waiting import PATIENCE
 from tests.support.fake_streams import A, FakeClient, FakeCluster, FakeStream
 
@@ -82,6 +84,37 @@ def test_wait_for_the_last_chunk_ends() -> None:
     client = NeverCommits(A, stream)
     with pytest.raises(NoAnswerInTime):
         probed(client, timeout=0.05)
+    assert client.unsubscribed
+
+
+class JustElected(FakeClient):
+    """Learns what of its log is committed when it was asked so often, and delivers none before."""
+
+    asked_until_it_knows = 2
+
+    def call(self, request: Any, timeout: float | None = None) -> Any:
+        self.hold_back = len(self.asked(StreamStats)) < self.asked_until_it_knows
+        answer = super().call(request, timeout)
+        if isinstance(answer, StatsAnswer) and self.hold_back:
+            return replace(answer, stats={**answer.stats, "committed_chunk_id": -1})
+        return answer
+
+
+def test_leader_that_knows_not_yet_what_is_committed_is_not_taken_for_empty() -> None:
+    stream = FakeStream()
+    stream.append(5, 3)
+    client = JustElected(A, stream)
+    assert probed(client) == Ends(first=0, last=7, last_chunk=5)
+    assert client.unsubscribed
+
+
+def test_wait_for_such_a_leader_ends() -> None:
+    stream = FakeStream()
+    stream.append(5, 3)
+    client = JustElected(A, stream)
+    client.asked_until_it_knows = 1_000_000
+    with pytest.raises(NoAnswerInTime, match="did not learn in time"):
+        probed(client, timeout=0.1)
     assert client.unsubscribed
 
 

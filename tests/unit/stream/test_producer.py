@@ -965,6 +965,42 @@ def test_the_broker_may_route_a_key_to_none_one_or_several_partitions(
     assert locator.asked == ["eu", "all", "mars"]
 
 
+def test_a_partition_that_fails_while_another_has_no_room_is_not_given_the_message(
+    make: Make, world: World
+) -> None:
+    world.confirms = False
+    locator = FakeLocator({"us": ("s-1",), "all": ("s-0", "s-1")})
+    routing = BrokerRoutes("s", locator, 5)
+    producer = make("s-0", "s-1", routing=routing, max_unconfirmed=1, linger=0)
+    producer.send(b"fills s-1", key="us")
+    raised: list[Exception] = []
+
+    def send() -> None:
+        try:
+            producer.send(b"to both", key="all", timeout=PATIENCE)
+        except StreamNotFound as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=send)
+    waiting.start()
+    eventually(lambda: "all" in locator.asked)
+    handler, _ = world.clients[0].handlers.pop(0)
+    world.always = StreamNotFound("Metadata", Code.NO_SUCH_STREAM, "s-0")
+    handler.on_lost(ConnectionLost("gone"))
+    eventually(lambda: _has_failed(producer, "s-0"))
+    there, _ = world.clients[0].handlers[1]
+    there.on_confirms((1,))
+    waiting.join(PATIENCE)
+    assert [type(each) for each in raised] == [StreamNotFound]
+    report = producer.flush(0)
+    assert (report.stored, report.pending) == (1, 0)
+
+
+def _has_failed(producer: Producer, stream: str) -> bool:
+    """Whether nothing can be sent there any more; asked with nothing to send."""
+    return any(each.stream == stream and each._failure is not None for each in producer._writers)
+
+
 def test_remembered_keys_are_bounded_and_age() -> None:
     now = [0.0]
     locator = FakeLocator({})

@@ -6,7 +6,8 @@ import random
 from collections import Counter
 
 from sharding.stream.protocol.constants import Broker
-from sharding.stream.routes.values import Placement, StreamRoute, consumer_candidates
+from sharding.stream.routes.placement import Placement, consumer_candidates
+from sharding.stream.routes.values import StreamRoute
 
 A, B, C, D = (Broker(host, 5552) for host in "abcd")
 ROUTE = StreamRoute("s", A, (B, C, D))

@@ -160,10 +160,19 @@ def test_a_request_larger_than_agreed_is_not_sent() -> None:
         connection.request(Create("s", {"a": "x" * 10_000}))
 
 
-def test_a_frame_larger_than_agreed_is_refused() -> None:
+def test_a_frame_larger_than_our_limit_is_refused() -> None:
     connection = open_connection(limits=Limits(frame_max=10_000))
     with pytest.raises(ProtocolError, match="frame_max = 10000"):
         feed(connection, struct.pack(">IHH", 10_001, Key.PUBLISH_CONFIRM, 1))
+
+
+def test_a_broker_need_not_keep_to_the_size_that_it_wants_of_us() -> None:
+    connection = open_connection(frame_max=4_096)
+    assert connection.opened is not None
+    assert connection.opened.frame_max == 4_096
+    ids = tuple(range(1_000))  # 8,009 bytes: brokers put into one frame what they confirm at once
+    body = struct.pack(f">BI{len(ids)}Q", 4, len(ids), *ids)
+    assert feed(connection, frame(Key.PUBLISH_CONFIRM, body)) == [Confirmed(4, ids)]
 
 
 def test_no_request_goes_out_before_the_connection_is_open() -> None:
