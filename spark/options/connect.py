@@ -33,6 +33,7 @@ from urllib.parse import SplitResult, quote, urlsplit, urlunsplit
 
 from sharding.amqp.addresses import checked_parts
 from sharding.errors import InvalidInput, LocalError
+from sharding.stream.protocol.constants import Limits
 from spark.options.values import BadOption, Hidden, OptionValues
 
 if TYPE_CHECKING:
@@ -215,6 +216,7 @@ class ConnectOptions:
     connect_timeout: float = 5.0
     request_timeout: float = 10.0
     heartbeat: float = 60.0
+    limits: Limits = Limits()
 
     @classmethod
     def parse(cls, values: OptionValues) -> ConnectOptions:
@@ -257,6 +259,7 @@ class ConnectOptions:
             connect_timeout=self.connect_timeout,
             request_timeout=self.request_timeout,
             heartbeat=self.heartbeat,
+            limits=self.limits,
             connection_name="warren-spark",
         )
 

@@ -22,6 +22,13 @@ that are left out cost nothing |
 | `filterValues` | none | names with commas between: the broker leaves out chunks that have none \
 of these filter values. What comes may hold others: select again by the rows' content |
 | `matchUnfiltered` | `false` | with `filterValues`: also messages without a filter value |
+| `credits` | `32` | how many chunks of a stream may be on their way to a task; with very large \
+ones fewer take less memory |
+| `batchMax` | `16777216` | how many bytes of messages, unpacked, become one Arrow batch; a \
+message that is larger makes one of its own |
+| `uncompressedMax` | `67108864` | a compressed sub-entry batch that unpacks to more fails the \
+query |
+| `chunkMax` | `268435456` | so does a chunk that is larger as it arrives |
 | `storeOffsets` | none | streaming: a name under which the broker keeps how far the query is, for \
 others to see its lag. The checkpoint decides where a query goes on, never this |
 """
@@ -30,7 +37,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 from typing import Literal, Protocol, TypeAlias
@@ -38,6 +45,8 @@ from typing import Literal, Protocol, TypeAlias
 from sharding.cluster.management import Management
 from sharding.errors import RemoteError
 from sharding.stream.errors import StreamNotFound
+from sharding.stream.options import ConsumerOptions
+from sharding.stream.protocol.constants import Limits
 from spark.options.connect import ConnectOptions, uri_without_login
 from spark.options.values import BadOption, OptionValues, parse_json_object
 from spark.read.columns import COLUMNS, DEFAULT_COLUMNS
@@ -278,6 +287,7 @@ class ReadOptions:
     columns: tuple[str, ...] = DEFAULT_COLUMNS
     raw: bool = False
     filter: ChunkFilter = field(default_factory=ChunkFilter)
+    credits: int = ConsumerOptions.credits
     store_offsets: str | None = None
     only_streaming: tuple[str, ...] = ()
     """The given options that a batch has no use for."""
@@ -286,7 +296,7 @@ class ReadOptions:
     def parse(cls, options: Mapping[str, str]) -> ReadOptions:
         values = OptionValues(options, "reading")
         found = cls(
-            connect=ConnectOptions.parse(values),
+            connect=replace(ConnectOptions.parse(values), limits=_limits(values)),
             selection=Selection.parse(values),
             starting=_positions(values, "startingOffsets"),
             ending=_positions(values, "endingOffsets"),
@@ -299,6 +309,7 @@ class ReadOptions:
             columns=_columns(values),
             raw=values.boolean("rawMessages", False),
             filter=ChunkFilter.parse(values),
+            credits=values.whole("credits", ConsumerOptions.credits, least=2, most=1000),
             store_offsets=_reference(values),
             only_streaming=tuple(name for name in _ONLY_STREAMING if values.given(name)),
         )
@@ -351,6 +362,14 @@ def _columns(values: OptionValues) -> tuple[str, ...]:
         if values.boolean(f"include{column.capitalize()}", False) and column not in columns
     ]
     return (*columns, *included)
+
+
+def _limits(values: OptionValues) -> Limits:
+    return Limits(
+        chunk_max=values.whole("chunkMax", Limits.chunk_max, least=1),
+        uncompressed_max=values.whole("uncompressedMax", Limits.uncompressed_max, least=1),
+        batch_max=values.whole("batchMax", Limits.batch_max, least=1),
+    )
 
 
 def _reference(values: OptionValues) -> str | None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from sharding.stream.errors import DataLost, StreamNotFound
 from sharding.stream.options import Columns, ConsumerOptions
 from spark.options.read import ReadOptions, listed_streams
 from spark.read.columns import client_columns
-from spark.read.planning import Extent, Seen, StreamRange
+from spark.read.planning import Extent, Seen, StreamGone, StreamRange
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warren.spark")
 
+_T = TypeVar("_T")
 _EPOCH = datetime.fromtimestamp(0, UTC)
 _QUERIES_AT_ONCE = 8
 """A query for the ends of a stream is a few milliseconds of waiting."""
@@ -44,18 +45,28 @@ class ClusterView:
 
     def extents(self, streams: Iterable[str]) -> dict[str, Extent]:
         """What each of the streams holds."""
-        wanted = list(streams)
-        if len(wanted) <= 1:
-            return {stream: self._extent(stream) for stream in wanted}
-        with ThreadPoolExecutor(min(_QUERIES_AT_ONCE, len(wanted))) as workers:
-            return dict(zip(wanted, workers.map(self._extent, wanted), strict=True))
+        return self._of_each(streams, self._extent)
+
+    def extents_of_those_there(self, streams: Iterable[str]) -> dict[str, Extent]:
+        """The same, without the streams that are no longer there."""
+        found = self._of_each(streams, self.extent_if_any)
+        return {stream: extent for stream, extent in found.items() if extent is not None}
 
     def extent_if_any(self, stream: str) -> Extent | None:
         """What a stream holds, or None if there is no such stream."""
         try:
-            return self._extent(stream) if self._environment.exists(stream) else None
+            return self._extent(stream)
         except StreamNotFound:
+            if self._environment.exists(stream):
+                raise  # it was made again just now, or a node does not know it yet
             return None
+
+    def _of_each(self, streams: Iterable[str], ask: Callable[[str], _T]) -> dict[str, _T]:
+        wanted = list(streams)
+        if len(wanted) <= 1:
+            return {stream: ask(stream) for stream in wanted}
+        with ThreadPoolExecutor(min(_QUERIES_AT_ONCE, len(wanted))) as workers:
+            return dict(zip(wanted, workers.map(ask, wanted), strict=True))
 
     def is_stored_at(self, stream: str, seen: Seen) -> bool:
         """Whether a stream has the chunk that was seen, and not another one in its place."""
@@ -89,14 +100,33 @@ class ClusterView:
             filter_values=options.filter.values,
             match_unfiltered=options.filter.match_unfiltered,
             on_data_loss="raise" if options.fail_on_data_loss else "skip",
+            credits=options.credits,
         )
+        position, latest = found.first, None if found.seen is None else found.seen.time
         try:
             for batch in reading:
+                if latest is not None and batch.column("timestamp")[-1].value > latest:
+                    self._check_planned(found)
+                    latest = None  # it is the same: clocks of two leaders differ
+                position = batch.column("offset")[-1].as_py() + 1
                 yield batch, str(reading.node)
-        except StreamNotFound as gone:
+            if position < found.end:
+                self._check_planned(found)
+        except (StreamNotFound, StreamGone) as gone:
             if options.fail_on_data_loss:
                 raise
             logger.warning("offsets up to %d are passed over: %s", found.end, gone)
+        finally:
+            reading.close()
+
+    def _check_planned(self, found: StreamRange) -> None:
+        """Raises if the stream is another one than the range was planned for."""
+        if found.seen is not None and not self.is_stored_at(found.stream, found.seen):
+            raise StreamGone(
+                f"{found.stream!r} was deleted and made again after offsets {found.first} to "
+                f"{found.end} were planned to be read; start with a new checkpoint, or allow the "
+                "loss (failOnDataLoss=false)"
+            )
 
     def _extent(self, stream: str) -> Extent:
         ends = self._environment.offsets(stream)

@@ -15,8 +15,12 @@ A checkpoint's offset is the next offset to read of every stream. Rules:
 4. A stream that was deleted and made again is a loss. It ends before the place to go on at or
    before the last chunk that was seen; or it has another chunk there, stored at another time. That
    is looked up once after a start, and again when the stream begins with a chunk that is younger
-   than one that came later. An empty one may only have been emptied by retention: it is waited for.
-5. Losses fail the query, or, where they are allowed, are passed over and counted, under `lost`: the
+   than one that came later. An empty one may only have been emptied by retention: it is waited for,
+   if all of it was read, and what was seen before is kept to compare with what comes.
+5. A task that is slow, or repeated after a restart, may find another stream than was planned. So it
+   is told what the plan has seen: rows that were stored later, or a stream that ends before the
+   range does, are a reason to look at that chunk again.
+6. Losses fail the query, or, where they are allowed, are passed over and counted, under `lost`: the
    stream goes on at its first message.
 """
 
@@ -58,6 +62,11 @@ class Extent:
     """When its first chunk was stored."""
     seen: Seen | None = None
     """Of its end, also where `end` is only what may be read now."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it at all."""
+        return self.seen is not None and self.seen.chunk < 0
 
 
 @dataclass(frozen=True)
@@ -155,16 +164,20 @@ def plan(
     began: dict[str, int] = dict(start.next) if start.initial else {}
     lost: dict[str, int] = {}
     for stream, extent in extents.items():
-        begin = start.next.get(stream)
+        begin, seen = start.next.get(stream), start.seen.get(stream)
         if begin is None:
             begin = began[stream] = extent.first
         elif stream in made_again or begin > extent.end > 0:
             if fail_on_data_loss:
                 raise _other_stream(stream, begin, extent)
-            seen = start.seen.get(stream)
             if seen is not None and seen.end > begin:
                 lost[stream] = seen.end - begin
             begin = began[stream] = extent.first
+        elif extent.is_empty and seen is not None and seen.end > begin:
+            if fail_on_data_loss:
+                raise _emptied(stream, seen.end - begin)
+            lost[stream] = seen.end - begin
+            begin = began[stream] = seen.end
         elif begin < extent.first and not fail_on_data_loss:
             lost[stream] = extent.first - begin
             begin = began[stream] = extent.first
@@ -177,9 +190,18 @@ def plan(
         start,
         ranges,
         {stream: at for stream, at in began.items() if stream in ranges},
-        {stream: extent.seen for stream, extent in extents.items() if extent.seen is not None},
+        last_seen(extents, start.seen),
         lost,
     )
+
+
+def last_seen(extents: Mapping[str, Extent], before: Mapping[str, Seen]) -> dict[str, Seen]:
+    """What is known of each stream after another look, by what was seen `before`."""
+    return {
+        stream: before[stream] if extent.is_empty and stream in before else extent.seen
+        for stream, extent in extents.items()
+        if extent.seen is not None
+    }
 
 
 def _other_stream(stream: str, begin: int, extent: Extent) -> StreamGone:
@@ -191,6 +213,13 @@ def _other_stream(stream: str, begin: int, extent: Extent) -> StreamGone:
     return StreamGone(
         f"{stream!r} {how}: it was deleted and made again; start with a new checkpoint, or allow "
         "the loss (failOnDataLoss=false)"
+    )
+
+
+def _emptied(stream: str, unread: int) -> StreamGone:
+    return StreamGone(
+        f"{stream!r} is empty, and {unread} offsets of it were not read: they were deleted, or it "
+        "was made again; start with a new checkpoint, or allow the loss (failOnDataLoss=false)"
     )
 
 
@@ -300,6 +329,8 @@ class StreamRange(InputPartition):
     """The number of the stream in its super stream."""
     first: int
     end: int
+    seen: Seen | None = field(default=None, compare=False)
+    """What the plan saw of the stream, which has no range after that."""
 
     @property
     def size(self) -> int:
@@ -343,4 +374,4 @@ def _add(parts: dict[int, int], sizes: list[int], missing: int) -> None:
 def _even(found: StreamRange, parts: int) -> Iterator[StreamRange]:
     cuts = [found.first + found.size * number // parts for number in range(parts + 1)]
     for first, end in pairwise(cuts):
-        yield StreamRange(found.stream, found.partition, first, end)
+        yield replace(found, first=first, end=end)

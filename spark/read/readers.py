@@ -1,4 +1,4 @@
-"""What planning and reading ask of the stream client; the one place that knows how it is called."""
+"""The readers that Spark calls on the driver, batch and streaming: from options to tasks."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from spark.read.planning import (
     cut,
     has_chunk,
     is_shorter,
+    last_seen,
     may_be_another,
     plan,
     up_to_target,
@@ -59,7 +60,12 @@ class BatchReader(DataSourceReader):
             starts = places(options.starting, Place.EARLIEST, extents, view)
             ends = places(options.ending, Place.LATEST, extents, view)
         ranges = [
-            StreamRange(stream, number, *self._range(stream, starts[stream], ends[stream], extent))
+            StreamRange(
+                stream,
+                number,
+                *self._range(stream, starts[stream], ends[stream], extent),
+                extent.seen,
+            )
             for (stream, number), extent in zip(found.items(), extents.values(), strict=True)
         ]
         return cut(
@@ -197,7 +203,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         numbers = self._ask(lambda view: view.streams(missing_ok=True))
         ranges = [
             # -1: of a stream that left its super stream after the batch was planned
-            StreamRange(stream, numbers.get(stream, -1), begins[stream], after)
+            StreamRange(
+                stream, numbers.get(stream, -1), begins[stream], after, upto.seen.get(stream)
+            )
             for stream, after in upto.next.items()
         ]
         return cut(
@@ -255,7 +263,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             made_again=made_again,
         )
         # Only now: what a failed plan has seen must be found again by the next one.
-        self._seen = {stream: each.seen for stream, each in known.items() if each.seen is not None}
+        self._seen = last_seen(known, begin.seen)
         return batch
 
     def _made_again(
@@ -307,4 +315,5 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def _extents(view: ClusterView) -> dict[str, Extent]:
-    return view.extents(view.streams(missing_ok=True))
+    # By what is remembered of routes a stream may be there that was just deleted.
+    return view.extents_of_those_there(view.streams(missing_ok=True))

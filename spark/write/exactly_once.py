@@ -36,11 +36,13 @@ from spark.options.values import BadOption
 from spark.options.write import STREAM_OWNERS, MessageColumns, WriteOptions
 from spark.write.exactly_once_rules import (
     BATCHES,
-    RowIds,
     StreamOwners,
     check_known_rows,
+    check_stored_rows,
+    content_check,
     older_checkpoint,
     producer_name,
+    row_ids,
 )
 from spark.write.messages import Key
 from spark.write.targets import parse, resolve
@@ -193,6 +195,7 @@ class TaskRows:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._parts: dict[int, list[pa.RecordBatch]] = defaultdict(list)
+        self._sorted: dict[int, tuple[pa.ChunkedArray, pa.Array]] = {}
 
     def add(
         self, messages: Sequence[bytes], keys: Sequence[Key | None] | None, rows: pa.RecordBatch
@@ -223,18 +226,21 @@ class TaskRows:
         return sum(part.num_rows for part in self._parts.get(shard, ()))
 
     def ordered(self, shard: int) -> Iterator[list[bytes]]:
-        """The messages of a stream in their order, some at a time."""
+        """The messages of a stream in their order, some at a time; all are there by then."""
         if not self._parts.get(shard):
             return
-        table = pa.Table.from_batches(self._parts[shard])
-        order = pc.sort_indices(table, sort_keys=[(name, "ascending") for name in self._names])
-        messages = table.column(_MESSAGE)
+        if shard not in self._sorted:
+            table = pa.Table.from_batches(self._parts[shard])
+            keys = [(name, "ascending") for name in self._names]
+            self._sorted[shard] = table.column(_MESSAGE), pc.sort_indices(table, sort_keys=keys)
+        messages, order = self._sorted[shard]
         for start in range(0, len(order), SLICE):
             yield messages.take(order.slice(start, SLICE)).to_pylist()
 
     def forget(self, shard: int) -> None:
         """The rows of a stream are not needed any more."""
         self._parts.pop(shard, None)
+        self._sorted.pop(shard, None)
 
     @property
     def _names(self) -> list[str]:
@@ -256,7 +262,7 @@ def publish_task_rows(
     timeout: float,
 ) -> int:
     """Publish all rows; how many there are, if every one is stored. `WouldLoseRows` comes before
-    anything is published to any stream of the task.
+    anything is published to any stream of the task, `RowsDropped` afterwards.
 
     `last_id` is given a producer's name and a stream, `open_producer` a stream and a name.
 
@@ -266,7 +272,8 @@ def publish_task_rows(
     """
     name, later_name = producer_name(query, batch), producer_name(query, batch + BATCHES)
     with ExitStack() as opened:
-        producers = {}
+        producers: dict[int, Producer] = {}
+        ids: dict[int, range] = {}
         for shard in own.shards_of(rows.task):
             stream, count = own.streams[shard], rows.count(shard)
             if last_id(later_name, stream):
@@ -277,15 +284,20 @@ def publish_task_rows(
                 known = producer.last_publishing_ids[stream]
             else:
                 known = last_id(name, stream)
-            check_known_rows(known, batch, count, rows.ordered(shard), stream)
+            ids[shard] = row_ids(batch, content_check(rows.ordered(shard)), count)
+            check_known_rows(known, batch, ids[shard], stream)
         for shard, producer in producers.items():
-            ids = RowIds(batch)
+            left = ids[shard]
             for messages in rows.ordered(shard):
-                producer.send_encoded(messages, publishing_ids=ids.of(messages), timeout=timeout)
+                these, left = left[: len(messages)], left[len(messages) :]
+                producer.send_encoded(messages, publishing_ids=these, timeout=timeout)
             rows.forget(shard)
         stored = 0
         for producer in producers.values():
             report = producer.flush(timeout)
             report.raise_for_failures()
             stored += report.stored
+        for shard in producers:
+            stream = own.streams[shard]
+            check_stored_rows(last_id(name, stream), batch, ids[shard], stream)
     return stored

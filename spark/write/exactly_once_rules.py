@@ -9,17 +9,23 @@ of rows after a shuffle nor the number of tasks. So:
 2. A task puts the rows of a stream into a total order: by the columns that were asked for, then by
    the whole message. Rows that are equal in both can't be told apart, so their order is of no
    matter.
-3. An id is `batch | rank | check`: the row's place in that order, from 1, and a checksum of all
-   messages up to it, as they are stored. Ids then depend on nothing but the rows of the batch.
-4. The last id that the broker knows says which rows it has: those of that batch up to that rank.
-   Before a task publishes anything it looks at all of its streams, also at those for which it has
-   no rows. A batch older than the last one is refused, and of a batch that was begun, the rows that
-   are stored must be the first ones of those it has now. Any change that would give their ids to
-   other rows is refused by that: of the query, the order, the encoding, the keys, the partitions,
-   the checkpoint, or what the source still has. One that leaves them as they were does no harm.
+3. An id is `batch | check | rank`: a checksum of all messages that the batch has for the stream, in
+   their order and as they are stored, and the row's place among them, from 1. Ids then depend on
+   nothing but the rows of the batch.
+4. The last id that the broker knows says what it has: of that batch, with that checksum, the rows
+   up to that rank. Before a task publishes anything it looks at all of its streams, also at those
+   for which it has no rows. A batch older than the last one is refused, and one that was begun with
+   other rows than it has now. Any change that would give their ids to other rows is refused by
+   that: of the query, the order, the encoding, the keys, the partitions, the checkpoint, or what
+   the source still has.
+5. What looks can be overtaken: by a task that Spark has given up, of an old driver or a lost
+   executor, which publishes other rows of the same batch after that look. The ids of one are all
+   above those of the other, since the checksum stands before the rank. So whichever rows a broker
+   drops, the last id is then not the dropped task's: each looks again when all is confirmed. If the
+   last id is the one it meant, nothing that was dropped was other than it meant.
 
 An id has 63 bits. 19 of them are for the batch, so there is another name after each 524,288
-batches; 24 for the rank; 20 for the check: it misses one change in a million.
+batches; 20 for the check: it misses one change in a million; 24 for the rank.
 """
 
 from __future__ import annotations
@@ -28,18 +34,17 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from zlib import crc32
+from hashlib import blake2b
 
-from sharding.errors import LocalError
+from sharding.errors import LocalError, OutcomeUnknown
 from sharding.stream.producer.partitioning import by_hash
 from spark.options.values import BadOption
 from spark.write.messages import Key
 
-BATCH_BITS, RANK_BITS, CHECK_BITS = 19, 24, 20
+BATCH_BITS, CHECK_BITS, RANK_BITS = 19, 20, 24
 BATCHES = 1 << BATCH_BITS
 """How many batches there are under one name."""
 MAX_RANK = (1 << RANK_BITS) - 1
-_CHECK = (1 << CHECK_BITS) - 1
 _WAY_OUT = (
     "Nothing was published. Let the batch end with the query, the options and the checkpoint it "
     "began with, or begin a new checkpoint and accept that rows come twice"
@@ -48,6 +53,11 @@ _WAY_OUT = (
 
 class WouldLoseRows(LocalError):
     """The broker would drop rows as known that it does not have; nothing was published."""
+
+
+class RowsDropped(OutcomeUnknown):
+    """Somebody published other rows under the query's name meanwhile: some of the task's may have
+    been dropped for them."""
 
 
 @dataclass(frozen=True)
@@ -109,60 +119,63 @@ def producer_name(query: str, batch: int) -> str:
     return f"{query}/{batch >> BATCH_BITS}"
 
 
-class RowIds:
-    """Gives the rows of one stream in one batch their ids, in their order."""
+def content_check(ordered: Iterable[Sequence[bytes]]) -> int:
+    """What tells the rows of a stream in a batch from any others.
 
-    def __init__(self, batch: int) -> None:
-        self._batch = batch % BATCHES << RANK_BITS + CHECK_BITS
-        self._rank = 0
-        self._check = 0
-
-    def of(self, messages: Iterable[bytes]) -> list[int]:
-        """The ids of the next messages.
-
-        >>> [hex(each) for each in RowIds(7).of([b"a", b"b"])]
-        ['0x70000017be43', '0x70000023486d']
-        """
-        batch, rank, check = self._batch, self._rank, self._check
-        ids = []
-        for message in messages:
-            rank += 1
-            check = crc32(message, check)
-            ids.append(batch | rank << CHECK_BITS | check & _CHECK)
-        self._rank, self._check = rank, check
-        return ids
+    >>> hex(content_check([[b"a"], [b"b"]]))
+    '0xe52b'
+    """
+    found = blake2b(digest_size=8)
+    for messages in ordered:
+        found.update(b"".join(messages))  # a message says itself where it ends
+    return int.from_bytes(found.digest()) >> 64 - CHECK_BITS
 
 
-def check_known_rows(
-    last_id: int, batch: int, rows: int, ordered: Iterable[Sequence[bytes]], stream: str
-) -> None:
+def row_ids(batch: int, check: int, rows: int) -> range:
+    """The ids of a stream's rows in a batch, in their order.
+
+    >>> [hex(each) for each in row_ids(7, 0xABCDE, 2)]
+    ['0x7abcde000001', '0x7abcde000002']
+    """
+    before = (batch % BATCHES << CHECK_BITS | check) << RANK_BITS
+    return range(before + 1, before + rows + 1)
+
+
+def check_known_rows(last_id: int, batch: int, ids: range, stream: str) -> None:
     """Raises if rows of this batch would be dropped though the stream does not have them.
 
-    `last_id` is the stream's under the batch's name, `ordered` the messages for it, some at a time.
+    `last_id` is the stream's under the batch's name, `ids` are those of the batch's rows for it.
     """
-    name_began = batch - batch % BATCHES
-    last_batch = name_began + (last_id >> RANK_BITS + CHECK_BITS)
-    known = last_id >> CHECK_BITS & MAX_RANK
+    last_batch = _batch_of(last_id, batch)
     if last_batch > batch:
         raise older_checkpoint(stream, batch, f"rows of batch {last_batch}")
-    if rows > MAX_RANK:
+    if len(ids) > MAX_RANK:
         raise WouldLoseRows(
-            f"a batch may have {MAX_RANK} rows for a stream at most, not {rows}; take fewer at a "
-            "time (maxOffsetsPerTrigger of the source), or use more partitions"
+            f"a batch may have {MAX_RANK} rows for a stream at most, not {len(ids)}; take fewer at "
+            "a time (maxOffsetsPerTrigger of the source), or use more partitions"
         )
-    if last_batch < batch or not known:
+    if last_batch == batch and last_id and last_id not in ids:
+        raise WouldLoseRows(
+            f"{stream!r} has {last_id & MAX_RANK} rows of batch {batch} already, but they are none "
+            f"of the {len(ids)} that the batch has for it now: the query, its order, its encoding, "
+            f"its input or its checkpoint changed meanwhile. {_WAY_OUT}"
+        )
+
+
+def check_stored_rows(last_id: int, batch: int, ids: range, stream: str) -> None:
+    """Raises if others may have taken the place of rows that were published and confirmed.
+
+    `last_id` is the stream's afterwards.
+    """
+    if last_id == ids[-1]:
         return
-    if known > rows:
-        raise WouldLoseRows(
-            f"{stream!r} has {known} rows of batch {batch} already, but now the batch has only "
-            f"{rows} for it: it is not the batch that was begun. {_WAY_OUT}"
-        )
-    if _id_at(known, batch, ordered) != last_id:
-        raise WouldLoseRows(
-            f"{stream!r} has {known} rows of batch {batch} already, but they are not the first "
-            f"{known} of the {rows} that the batch has for it now: the query, its order, its "
-            f"encoding, its input or its checkpoint changed meanwhile. {_WAY_OUT}"
-        )
+    raise RowsDropped(
+        f"the last row that {stream!r} has of this query is row {last_id & MAX_RANK} of batch "
+        f"{_batch_of(last_id, batch)}, and not the last of the {len(ids)} that this task has just "
+        f"published as batch {batch}: another task published other rows under the same query, or "
+        "the stream was made again. Some of these rows may not be stored. If no other driver or "
+        "executor runs the query any more, begin a new checkpoint and accept that rows come twice"
+    )
 
 
 def older_checkpoint(stream: str, batch: int, found: str) -> WouldLoseRows:
@@ -173,12 +186,6 @@ def older_checkpoint(stream: str, batch: int, found: str) -> WouldLoseRows:
     )
 
 
-def _id_at(rank: int, batch: int, ordered: Iterable[Sequence[bytes]]) -> int:
-    """The id of the row at `rank`; there is one."""
-    ids, left = RowIds(batch), rank
-    for messages in ordered:
-        found = ids.of(messages[:left])
-        left -= len(found)
-        if not left:
-            return found[-1]
-    raise AssertionError("fewer rows than were counted")
+def _batch_of(last_id: int, batch: int) -> int:
+    """The batch of an id under the same name as `batch`."""
+    return batch - batch % BATCHES + (last_id >> CHECK_BITS + RANK_BITS)

@@ -14,6 +14,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from sharding.stream.environment import StreamEnvironment
+from sharding.stream.messages.codecs import Compression
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.spark.sources import (
@@ -246,7 +247,7 @@ def test_what_retention_deleted_fails_the_query_and_says_what_is_gone(
     ("options", "said"),
     [
         ({"stream": "a", "superStream": "b"}, "must have exactly one of stream, superStream"),
-        ({"stream": "a", "quixotic": "1"}, "must be among columns, connectTimeout"),
+        ({"stream": "a", "quixotic": "1"}, "must be among batchMax, chunkMax, columns"),
         ({"stream": "a", "minPartition": "1"}, "did you mean 'minPartitions'?"),
         ({"stream": "a", "maxOffsetsPerTrigger": "1"}, "is for streaming only"),
         ({"stream": "no-such-stream"}, "option 'stream': must exist; found 'no-such-stream'"),
@@ -296,3 +297,19 @@ def test_end_that_retention_has_passed_goes_on_where_that_is_allowed_and_is_said
             assert allowed.count() == 0
             with pytest.raises(PySparkException, match=f"'{name}' no longer has what was to be"):
                 load(session, cluster, **range_of).count()
+
+
+def test_chunks_that_unpack_to_much_are_read_in_parts_and_a_batch_beyond_the_limit_is_named(
+    session: SparkSession, cluster: Cluster, environment: StreamEnvironment
+) -> None:
+    sent = [b"%05d" % number * 200 for number in range(5_000)]
+    with one_stream(environment) as name:
+        with environment.producer(
+            name, compression=Compression.GZIP, sub_entry_messages=500
+        ) as producer:
+            producer.send_many(sent)
+            producer.flush(PATIENCE).raise_for_failures()
+        rows = load(session, cluster, stream=name, batchMax="100000", credits="2")
+        assert sorted(values(rows)) == sent
+        with pytest.raises(PySparkException, match=f"'{name}', offsets .* uncompressedMax"):
+            load(session, cluster, stream=name, uncompressedMax="100000").collect()

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from sharding.stream.protocol.constants import Limits
 from spark.options.connect import ConnectOptions, own_hosts
 from spark.options.read import Place, ReadOptions
 from spark.options.values import BadOption, OptionValues
@@ -32,7 +33,7 @@ def test_defaults_read_every_column_and_fail_on_loss() -> None:
     ("options", "said"),
     [
         ({"maxOffsetPerTrigger": "3"}, "did you mean 'maxOffsetsPerTrigger'?"),
-        ({"quixotic": "3"}, "must be among columns, connectTimeout"),
+        ({"quixotic": "3"}, "must be among batchMax, chunkMax, columns"),
         ({"superStream": "t"}, r"exactly one of .*; found \['stream', 'superStream'\]"),
         ({"maxOffsetsPerTrigger": "0"}, "'maxOffsetsPerTrigger': .* at least 1; found '0'"),
         ({"maxOffsetsPerTrigger": "1e3"}, "whole number"),
@@ -157,12 +158,13 @@ def test_equal_options_share_connections_and_others_do_not() -> None:
 def test_the_client_gets_what_was_asked_for() -> None:
     connect = read(
         loadBalancer="true", zones='{"h": "z"}', connectTimeout="500ms", heartbeat="1m",
-        mechanism="Anonymous",
+        mechanism="Anonymous", batchMax="10", uncompressedMax="20", chunkMax="30",
     ).connect  # fmt: skip
     options = connect.environment_options({"WARREN_OWN_HOSTS": "node-7, "})
     assert options.load_balancer
     assert options.zones == {"h": "z"}
     assert (options.connect_timeout, options.heartbeat) == (0.5, 60)
     assert options.mechanism == "ANONYMOUS"
+    assert options.limits == Limits(batch_max=10, uncompressed_max=20, chunk_max=30)
     assert "node-7" in options.own_hosts
     assert own_hosts({}) == options.own_hosts - {"node-7"}

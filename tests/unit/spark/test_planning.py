@@ -52,6 +52,7 @@ class FakeEnvironment:
         return stream in self.streams
 
     def offsets(self, stream: str) -> Ends | None:
+        self.route(stream)
         first, end = self.streams[stream]
         if first == end:
             return None
@@ -305,6 +306,44 @@ def test_stream_that_was_made_again_is_noticed_also_if_it_has_grown_past_the_che
     assert allowed.trigger() is None
     cluster.streams["s0"] = (0, length + 10_000)
     assert spans(allowed.trigger()) == {"s0": (length, length + 10_000)}
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+@pytest.mark.parametrize("length", [40, 100, 1_000])
+def test_stream_that_was_made_again_is_noticed_also_if_it_was_looked_at_while_it_was_empty(
+    cluster: FakeEnvironment, length: int, restarts: bool
+) -> None:
+    """Its first 100 rows were skipped: nothing was left to compare it with."""
+    query = Query(startingOffsets="earliest")
+    query.trigger()
+    cluster.made_again["s0"] = 1
+    cluster.streams["s0"] = (0, 0)
+    assert query.trigger() is None
+    cluster.streams["s1"] = (10, 60)  # a batch, so that what was seen is written down
+    assert spans(query.trigger()) == {"s1": (50, 60)}
+    cluster.streams["s0"] = (0, length)
+    again = Query(query.log) if restarts else query
+    with pytest.raises(StreamGone, match=r"'s0' .* it was deleted and made again"):
+        again.trigger()
+
+
+def test_stream_that_is_empty_now_and_was_not_read_to_its_end_is_a_loss(
+    cluster: FakeEnvironment,
+) -> None:
+    """A query that stops by itself ended well, and nobody heard of 60 rows."""
+    query = Query(startingOffsets="earliest", maxOffsetsPerTrigger="40")
+    query.trigger()
+    done = int(query.start["next"]["s0"])
+    cluster.streams["s0"] = (0, 0)
+    for each in (query, Query(query.log)):
+        with pytest.raises(StreamGone, match=rf"'s0' is empty, and {100 - done} offsets of it"):
+            each.trigger()
+    allowed = Query(query.log, failOnDataLoss="false")
+    allowed.trigger()
+    assert allowed.start["lost"] == {"s0": 100 - done}
+    cluster.streams["s0"] = (100, 120)  # only emptied
+    assert spans(allowed.trigger()) == {"s0": (100, 120)}
+    assert allowed.start["lost"] == {"s0": 100 - done}
 
 
 @pytest.mark.usefixtures("cluster")
