@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from sharding.stream.connections.access import Access
 from sharding.stream.connections.attachments import SubscriberHandler
+from sharding.stream.consumer.probe import PROBE_NAME
 from sharding.stream.errors import ConnectionLost, refusal
 from sharding.stream.messages.message import encode_data
 from sharding.stream.protocol.answers import Answer, MetadataAnswer, OffsetAnswer, StatsAnswer
@@ -238,6 +239,11 @@ class FakeClient:
         return [request for request in self.requests if isinstance(request, kind)]
 
     @property
+    def reads(self) -> bool:
+        subscribed = self.asked(Subscribe)
+        return any(each.properties.get("name") != PROBE_NAME for each in subscribed)
+
+    @property
     def unsubscribed(self) -> bool:
         return bool(self.asked(Unsubscribe)) and not self.handlers
 
@@ -279,8 +285,9 @@ class FakeCluster:
 
     @property
     def client(self) -> FakeClient:
-        """The connection that was made last."""
-        return self.clients[-1]
+        """The connection that was made last to read from, not only to have a short look."""
+        reading = [each for each in self.clients if each.reads]
+        return (reading or self.clients)[-1]
 
     def route(self, stream: str, timeout: float) -> StreamRoute:  # noqa: ARG002
         if self.no_stream is not None:

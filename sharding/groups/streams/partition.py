@@ -185,7 +185,9 @@ class PartitionReader:
                 return
             try:
                 position = self._offsets.position(change.client, self.handled)
-                found = witness_before(change.client, self.stream, position, _TIMEOUT)
+                found = witness_before(
+                    change.client, self.stream, position, self._shared.access, _TIMEOUT
+                )
                 self._lane.witness = found or self._lane.witness
                 break
             except WarrenError as error:

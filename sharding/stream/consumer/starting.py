@@ -9,7 +9,9 @@ The rules:
    ask turns them into an offset. A plain consumer keeps it through lost connections. A single
    active one stores it, as if all before it were dealt with, so that whoever takes over before
    anything else is stored begins there too. Where the stream is empty there is nothing before; then
-   the place, 0, is stored under a name of its own (`place_name`).
+   the place, 0, is stored under a name of its own (`place_name`). The leader is asked for it, since
+   a replica may not have yet what was confirmed long ago; while the leader is away, the replica's
+   word has to do: it may name a place that is too early, never one that is too late.
 3. *A stream deleted and made again is another one*, whatever its length, and the old offsets mean
    nothing in it. Nothing in the protocol says so. But chunks are stored once and never change, so
    one that was read is a witness: where another chunk has its offset, or the leader's log ends
@@ -20,12 +22,19 @@ The rules:
 from __future__ import annotations
 
 import hashlib
+import logging
 from typing import TYPE_CHECKING
 
-from sharding.errors import Unreachable
+from sharding.errors import OutcomeUnknown, ShardUnavailable, Unreachable
 from sharding.stream.connections.access import Access
 from sharding.stream.consumer.offset_store import store_offset_surely, stored_offset
-from sharding.stream.consumer.probe import at_leader, chunk_at, first_and_last
+from sharding.stream.consumer.probe import (
+    Ends,
+    at_leader,
+    chunk_at,
+    first_and_last,
+    leader_ends,
+)
 from sharding.stream.errors import StreamReplaced
 from sharding.stream.messages.chunk import ChunkHeader
 from sharding.stream.options import ConsumerOptions, offset_spec
@@ -35,18 +44,21 @@ from sharding.stream.protocol.constants import MAX_REFERENCE_BYTES, Key, OffsetT
 if TYPE_CHECKING:
     from sharding.stream.connections.connection import StreamClient
 
+logger = logging.getLogger("warren.stream.consumer")
+
 _MOVING = (OffsetType.NEXT, OffsetType.LAST)
+_LEADER_PATIENCE = 2.0
 
 
 def start_offset(
-    client: StreamClient, stream: str, options: ConsumerOptions, timeout: float
+    client: StreamClient, stream: str, options: ConsumerOptions, access: Access, timeout: float
 ) -> int | None:
     """The offset to begin at; None if only the broker can tell (first, and a time)."""
     if options.name is not None:
         stored = stored_offset(client, options.name, stream, timeout)
         if stored is not None:
             return stored + 1
-    return _place(client, stream, options, timeout)
+    return _place(client, stream, options, access, timeout)
 
 
 def turn_offset(
@@ -64,11 +76,11 @@ def turn_offset(
     if known:
         return max(known)
     if offset_spec(options.offset).kind not in _MOVING:
-        return _place(client, stream, options, timeout)
+        return _place(client, stream, options, access, timeout)
     fixed = stored_offset(client, place_name(name), stream, timeout)
     if fixed is not None:
         return fixed
-    place = _place(client, stream, options, timeout) or 0
+    place = _place(client, stream, options, access, timeout) or 0
     under, offset = (name, place - 1) if place else (place_name(name), place)
     deadline = access.clock() + timeout
     store_offset_surely(client, under, stream, offset, deadline, access.clock)
@@ -88,26 +100,41 @@ def place_name(name: str) -> str:
 
 
 def _place(
-    client: StreamClient, stream: str, options: ConsumerOptions, timeout: float
+    client: StreamClient, stream: str, options: ConsumerOptions, access: Access, timeout: float
 ) -> int | None:
     spec = offset_spec(options.offset)
     if spec.kind is OffsetType.OFFSET:
         return spec.value
     if spec.kind not in _MOVING:
         return None
-    ends = first_and_last(client, stream, timeout)
+    known = [first_and_last(client, stream, timeout), _leader_ends(access, stream, timeout)]
+    # A leader that was elected a moment ago may know less than the replica (3.10 does not say so).
+    ends = max((each for each in known if each is not None), key=lambda e: e.last, default=None)
     if ends is None:
         return 0
     return ends.last + 1 if spec.kind is OffsetType.NEXT else ends.last_chunk
 
 
+def _leader_ends(access: Access, stream: str, timeout: float) -> Ends | None:
+    """None also while the leader is away."""
+    try:
+        return leader_ends(access, stream, min(timeout, _LEADER_PATIENCE))
+    except (Unreachable, ShardUnavailable, OutcomeUnknown) as error:
+        logger.info("%s: the leader does not say where it ends: %s", stream, error)
+        access.routes.suspect(stream, str(error))
+        return None
+
+
 def witness_before(
-    client: StreamClient, stream: str, position: int | None, timeout: float
+    client: StreamClient, stream: str, position: int | None, access: Access, timeout: float
 ) -> ChunkHeader | None:
     """The chunk that holds the last message before `position`, if there is one."""
     if not position:
         return None
     found = chunk_at(client, stream, position - 1, timeout)
+    if found is None:  # this replica may be behind
+        with at_leader(access, stream, timeout) as leader:
+            found = chunk_at(leader, stream, position - 1, timeout)
     return found if found is not None and found.first_offset < position else None
 
 

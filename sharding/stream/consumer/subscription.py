@@ -236,10 +236,10 @@ class Subscription:
         check_abilities(client, options)
         witness = lane.witness
         if self._turns is None and lane.position is None:
-            start = start_offset(client, self.stream, options, self._left(deadline))
+            start = start_offset(client, self.stream, options, self._access, self._left(deadline))
             if start is not None:
                 left = self._left(deadline)
-                lane.witness = witness_before(client, self.stream, start, left)
+                lane.witness = witness_before(client, self.stream, start, self._access, left)
                 self._inbox.place(lane, start)
         with self._changed:
             if self._turns is not None and self._newest is not None:

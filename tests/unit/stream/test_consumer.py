@@ -19,6 +19,8 @@ from sharding.stream.errors import (
     AuthenticationFailed,
     ConnectionLost,
     DataLost,
+    NoAnswerInTime,
+    NoLeader,
     NotActive,
     NotSupported,
     ProtocolError,
@@ -139,6 +141,66 @@ def test_next_in_an_empty_stream_is_its_first_message() -> None:
     consumer = consumer_of(cluster, offset="next")
     cluster.stream.append(2)
     assert offsets(consumer) == [0, 1]
+
+
+def behind(client: FakeClient) -> None:
+    """A replica that has the first chunk only."""
+    client.visible = None if client.node == A else 1
+
+
+@pytest.mark.parametrize(("offset", "expected"), [("last", [5, 6, 7, 8, 9]), ("next", [9])])
+@pytest.mark.parametrize("single_active", [False, True])
+def test_next_and_last_are_the_leaders_also_on_a_replica_that_is_behind(
+    offset: str, expected: list[int], single_active: bool
+) -> None:
+    cluster = FakeCluster(5, 4)
+    cluster.on_connect = behind
+    options = {"name": "joe", "single_active": True} if single_active else {}
+    consumer = consumer_of(cluster, offset=offset, **options)
+    replica = cluster.client
+    assert replica.node != A
+    if single_active:
+        replica.make_active(0, True)
+        cluster.run()
+    replica.visible = None
+    cluster.stream.append(1)
+    assert offsets(consumer) == expected
+
+
+@pytest.mark.parametrize("problem", [Unreachable("down"), NoLeader("s"), NoAnswerInTime("frozen")])
+def test_next_is_the_replicas_while_the_leader_is_away(problem: Exception) -> None:
+    cluster = FakeCluster(5, 4)
+
+    def connected(client: FakeClient) -> None:
+        if client.node == A:
+            raise problem
+
+    cluster.on_connect = connected
+    consumer = consumer_of(cluster, offset="next")
+    assert cluster.suspected == ["s"]
+    cluster.stream.append(1)
+    assert offsets(consumer) == [9]
+
+
+def test_next_is_the_replicas_while_a_new_leader_of_3_10_knows_less() -> None:
+    cluster = FakeCluster(5, 4, version=(3, 10, 8))
+    cluster.on_connect = lambda client: setattr(client, "hold_back", client.node == A)
+    consumer = consumer_of(cluster, offset="next")
+    cluster.stream.append(1)
+    assert offsets(consumer) == [9]
+
+
+def test_stream_made_again_is_noticed_by_who_began_on_a_replica_that_was_behind() -> None:
+    cluster = FakeCluster(5, 4)
+    cluster.on_connect = behind
+    consumer = consumer_of(cluster, offset="next")
+    cluster.stream.chunks.clear()
+    cluster.stream.next_offset = 0
+    cluster.stream.append(5)
+    cluster.client.lose()
+    cluster.run()
+    with pytest.raises(StreamReplaced):
+        offsets(consumer)
 
 
 def test_time_to_begin_at_needs_a_time_zone() -> None:
