@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -36,6 +37,8 @@ from sharding.maps.map_log import LOG, NOTES, NOTHING, State, changes_between
 from sharding.maps.snapshots import LogReader, cited_log, newest_start, snapshot_records
 
 PREFETCH = 1_000
+# Of one chunk, which has no more entries. A broker sends no more of it than this (4.0).
+WHOLE_CHUNK = 65_535
 FEW = 10
 # An empty log sends nothing, and so does a slow one. After this time a record that changes nothing
 # is appended, which tells the two apart.
@@ -46,6 +49,8 @@ LOOKS_AT_THE_END = 6
 LOOK_AGAIN = 0.2
 # How many records a new reader first steps back from the end where these say nothing; then twice.
 STEP_BACK = 100
+# One step must end within the time of a catch-up; the next one goes on where the last stood.
+LONGEST_STEP = 3_200
 SNAPSHOT_TIMEOUT = 5.0
 
 logger = logging.getLogger("warren.topology")
@@ -68,6 +73,8 @@ class LogFollower:
         """The identity of the log that is read; none while nobody has founded it."""
         self._first = ""
         """Its first record, by which one that nobody has founded is known again."""
+        self._searched = sys.maxsize
+        """From here to the end, as it was then, no record says where to start."""
         self._reading: Channel | None = None
         self._hidden = True
         """Whether a log is read for the first time; what was known is shown until its end is."""
@@ -159,6 +166,7 @@ class LogFollower:
             self._reading.close()
         self._reading = None
         self._log, self._reader, self._hidden, self._cut = "", LogReader(), True, None
+        self._searched = sys.maxsize
         for waiting in self._verdicts.values():
             if not waiting.done():
                 waiting.set_result(False)
@@ -205,7 +213,7 @@ class LogFollower:
 
         channel = await session.channel()
         try:
-            await channel.qos(PREFETCH)
+            await channel.qos(WHOLE_CHUNK)
             await channel.consume(LOG, note, arguments={"x-stream-offset": "last"})
             with suppress(TimeoutError):
                 async with asyncio.timeout(EMPTY_AFTER):
@@ -216,7 +224,7 @@ class LogFollower:
                 _raise_if_ended(arrived, channel)
             self.refused = None
             # The broker sends a chunk in one go, so its answer to this comes after the whole chunk.
-            await channel.qos(PREFETCH)
+            await channel.qos(WHOLE_CHUNK)
         finally:
             channel.close()
         self.bytes_read += sum(len(message.body) for message in found)
@@ -227,7 +235,8 @@ class LogFollower:
         record is its first.
 
         It is mostly the first record. Where other things lie before it, who knows no log is told
-        none, and finds out by reading on; who knows one has to know whether it is still that.
+        none, and finds out by reading on; who knows one has to know whether it is still that, and
+        has read where it was founded.
         """
         reader, cited, first = LogReader(), "", ""
 
@@ -242,16 +251,19 @@ class LogFollower:
 
         await self._look(session, "first", min(last, FEW - 1), is_known)
         found = reader.log or cited or (reader.state and reader.state.stopped)
-        if self._log and not found and last >= FEW:
-            await self._look(session, reader.next_offset, last, is_known)
+        founded_at = self._reader.founded_at
+        if self._log and not found and founded_at is not None and founded_at <= last:
+            await self._look(session, founded_at, founded_at, is_known)
         return reader.log or cited, first
 
     async def _newest_start(self, session: Session, tail: list[Message], log: str) -> int:
         """Where to start: step back from the end until a record says it."""
-        first, step = _offset(tail[0]), STEP_BACK
-        while (start := newest_start(_changes(tail), log)) is None and first > 0:
-            until, first, step = first - 1, max(0, first - step), 2 * step
-            tail = await self._records(session, first, until)
+        start = newest_start(_changes(tail), log)
+        first, step = min(_offset(tail[0]), self._searched), STEP_BACK
+        while start is None and first > 0:
+            until, first, step = first - 1, max(0, first - step), min(2 * step, LONGEST_STEP)
+            start = newest_start(_changes(await self._records(session, first, until)), log)
+            self._searched = first
         return start or 0
 
     async def _records(self, session: Session, first: int, last: int) -> list[Message]:
@@ -424,8 +436,7 @@ async def _make(session: Session) -> None:
             raise
         raise MissingRight(
             f"the map log is not there (whole), and this user may not make it: {error.text}; to "
-            f"make it a user needs 'configure' and 'read' on {LOG!r} and {NOTES!r}, and 'write' on "
-            f"{LOG!r}"
+            f"make it a user needs 'configure', 'read' and 'write' on {LOG!r} and {NOTES!r}"
         ) from None
     finally:
         channel.close()

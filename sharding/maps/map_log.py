@@ -114,9 +114,9 @@ class State:
         return self.revisions.get(entry, 0)
 
     def value(self, entry: Entry) -> Policy | ShardMap | None:
-        held: Mapping[str, Policy | ShardMap]
-        held = self.policies if entry.kind == POLICY else self.maps
-        return held.get(entry.name)
+        held: Mapping[str, Mapping[str, Policy | ShardMap]]
+        held = {POLICY: self.policies, MAP: self.maps}
+        return held.get(entry.kind, {}).get(entry.name)
 
     def why_frozen(self, entry: Entry) -> str:
         """Why an entry can't be changed by this reader; empty if it can."""

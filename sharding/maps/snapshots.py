@@ -5,9 +5,11 @@ nothing from before. The rules, all of them decided by what lies in the log:
 
 * A snapshot comes in parts, records of at most `MAX_PART` bytes. All cite its name, the offset that
   it *covers* (the state was this after that record), and the digest of its text, which the parts
-  hold piece by piece, in order. A part out of order, a text with another digest or one that this
-  format does not allow, and a last part further than `WINDOW` behind what is covered: then it
-  counts as none. So does one whose parts begin before what it covers.
+  hold piece by piece, in order. Name and offset together say which one it is: under one name alone,
+  who started later would not know of parts that others have seen. A part out of order, a text with
+  another digest or one that this format does not allow, and a last part further than `WINDOW`
+  behind what is covered: then it counts as none. So does one whose parts begin before what it
+  covers.
 * One that covers no more than an earlier one that was accepted counts as none.
 * Any other is *accepted* with its last part, and the state is then what it says, and what the
   records behind the covered one make of that. For a reader that has the state this changes nothing,
@@ -127,11 +129,13 @@ class LogReader:
         """The identity of the log, as far as it is known."""
         self.state: State | None = None if start else State()
         self.next_offset = start
+        self.founded_at: int | None = None
+        """The offset of the record that founded the log, if it was read."""
         self.start = 0
         """Where the newest snapshot that was accepted allows to start."""
         self._covered = start - 2 if start else -1
         self._recent: deque[tuple[int, Record | str, int]] = deque()
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[tuple[str, int], _Pending] = {}
         self._bytes = 0
         self._asked = 0
         self._snapshot_bytes = 0
@@ -170,9 +174,12 @@ class LogReader:
             return Read(record.name, "nothing is known yet")
         verdict = map_log.apply(self.state, record, offset)
         counts = verdict.void is None and verdict.state.epoch > self.state.epoch
+        void = None if counts else verdict.void or "this Warren does not understand it"
+        if not self.log and verdict.state.log:
+            self.founded_at = offset
         self.state, self.log = verdict.state, verdict.state.log
         self._keep(offset, record, size)
-        return Read(record.name, verdict.void, counts and self._is_snapshot_due())
+        return Read(record.name, void, counts and self._is_snapshot_due())
 
     def _stop(self, offset: int, why: str, size: int) -> None:
         if self.state is not None and not self.state.stopped:
@@ -203,20 +210,21 @@ class LogReader:
             part = _Part.of(record.snapshot)
             why = self._why_no_part(offset, record.name, part, size)
         except InvalidInput as error:
-            why = f"not a record: {error}"
+            return Read(record.name, f"not a record: {error}")
         except UnsupportedFormat as error:
             self._stop(offset, str(error), size)
             return Read(record.name)
+        key = record.name, part.covers
         if why:
-            self._pending.pop(record.name, None)
+            self._pending.pop(key, None)
             return Read(record.name, why)
         if part.number == 1:
-            self._pending[record.name] = _Pending(part)
-        pending = self._pending[record.name]
+            self._pending[key] = _Pending(part)
+        pending = self._pending[key]
         pending.pieces.append(part.text)
         pending.size += size
         if part.number == part.parts:
-            del self._pending[record.name]
+            del self._pending[key]
             return Read(record.name, self._accept(offset, pending))
         return Read(record.name)
 
@@ -225,7 +233,7 @@ class LogReader:
             return f"is a part of {size} bytes, more than {MAX_PART}"
         if not self._covered < part.covers < offset or offset - part.covers > WINDOW:
             return f"covers {part.covers}, which is not wanted at {offset}"
-        pending = self._pending.get(name)
+        pending = self._pending.get((name, part.covers))
         if part.number == 1:
             return "" if pending is None else "begins a snapshot again"
         if pending is None or not pending.goes_on_with(part):
@@ -252,7 +260,7 @@ class LogReader:
         self.state, self._recent = state, deque(behind)
         self.start, self._covered = covers + 1, covers
         self._pending = {
-            name: each for name, each in self._pending.items() if each.first.covers > covers
+            key: each for key, each in self._pending.items() if each.first.covers > covers
         }
         self._bytes, self._asked = sum(size for _, _, size in behind), 0
         self._snapshot_bytes = pending.size
@@ -340,6 +348,8 @@ def _state_of(text: str, log: str, offset: int, last: State) -> State:
                 f"{entry} is changed no more: {error}"
             )
             value = last.value(entry)
+            if isinstance(value, ShardMap) and value.epoch > epoch:
+                value = None  # what this reader had must not decide whether it is a snapshot
         if isinstance(value, Policy):
             policies[entry.name] = value
         elif value is not None:

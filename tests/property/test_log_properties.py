@@ -24,7 +24,7 @@ from sharding import Policy
 from sharding.maps import map_log, snapshots
 from sharding.maps.map_log import Change, Entry, State, changes_between, dumps
 from sharding.maps.snapshots import LogReader, newest_start, snapshot_records
-from tests.support.log_records import a_name, feed, parts_of, read_all, replay
+from tests.support.log_records import a_name, begin_names, feed, parts_of, read_all, replay
 from tests.support.maps import queue_map, stream_map
 
 GARBAGE = st.binary(max_size=20) | st.sampled_from(
@@ -169,6 +169,7 @@ def next_states(draw: st.DrawFn, seen: State) -> State:
 
 @st.composite
 def logs(draw: st.DrawFn, kinds: tuple[str, ...] = HARMED) -> list[Written]:
+    begin_names()
     with small():
         writers = Writers(draw)
         for kind in draw(st.lists(st.sampled_from(kinds), min_size=5, max_size=35)):

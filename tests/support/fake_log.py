@@ -17,7 +17,7 @@ CHUNK = 3
 
 @dataclass
 class FakeBroker:
-    """Records lie in chunks of three. `may_write` names the exchanges that take records."""
+    """Records lie in chunks. `may_write` names the exchanges that take records."""
 
     records: list[tuple[str, bytes]] = field(default_factory=list)
     may_write: tuple[str, ...] = (LOG, "warren.shard-maps.notes")
@@ -29,6 +29,7 @@ class FakeBroker:
     asked: list[str | int] = field(default_factory=list)
     """Where readings began."""
     made: int = 0
+    chunk: int = CHUNK
     channels: list[FakeChannel] = field(default_factory=list)
 
     @property
@@ -59,7 +60,8 @@ class FakeChannel:
     def __init__(self, broker: FakeBroker) -> None:
         self._broker = broker
         self._next = 0
-        self._credit = 0
+        self._prefetch = 0
+        self._unacknowledged = 0
         self._read: Callable[[Message], None] | None = None
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -75,12 +77,12 @@ class FakeChannel:
     async def confirm_publishes(self) -> None: ...
 
     async def qos(self, prefetch: int) -> None:
-        self._credit = prefetch
+        self._prefetch = prefetch
         self.deliver()
 
     def ack(self, delivery_tag: int) -> None:
         assert 0 < delivery_tag <= self._next
-        self._credit += 1
+        self._unacknowledged -= 1
 
     async def declare_exchange(self, *_: Any) -> None:
         self._broker.made += 1
@@ -96,11 +98,11 @@ class FakeChannel:
             if broker.late:
                 broker.late -= 1
                 last -= 1
-            self._next = max(0, last - last % CHUNK)
+            self._next = max(0, last - last % broker.chunk)
         elif start == "first":
             self._next = 0
         else:
-            self._next = start - start % CHUNK if start <= last else start
+            self._next = start - start % broker.chunk if start <= last else start
         self._read = on_message
         if start == "last" and last < len(broker.records) - 1:
             self._deliver_up_to(last)
@@ -112,11 +114,13 @@ class FakeChannel:
             self._deliver_up_to(len(self._broker.records) - 1)
 
     def _deliver_up_to(self, last: int) -> None:
-        while self._read is not None and self._credit and self.is_open and self._next <= last:
+        while self._read is not None and self.is_open and self._next <= last:
+            if self._unacknowledged >= self._prefetch:
+                return
             exchange, body = self._broker.records[self._next]
             properties = pika.BasicProperties(headers={"x-stream-offset": self._next})
             self._next += 1
-            self._credit -= 1
+            self._unacknowledged += 1
             self._read(Message(body, properties, self._next, exchange=exchange))
 
     async def publish_mandatory(self, _: str, body: bytes, __: Any, *, exchange: str) -> bool:

@@ -12,8 +12,15 @@ from sharding.maps.snapshots import LogReader, Read, snapshot_records
 _numbers = itertools.count(1)
 
 
+def begin_names() -> None:
+    """Give the records of another log the same names: what is drawn of a log must not depend on
+    those before it."""
+    global _numbers
+    _numbers = itertools.count(1)
+
+
 def a_name(prefix: str = "r") -> str:
-    """A name that no other record has."""
+    """A name that no other record of the log has."""
     return f"{prefix}{next(_numbers)}"
 
 

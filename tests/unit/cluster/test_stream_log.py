@@ -233,6 +233,67 @@ def test_a_log_that_was_founded_late_is_known_again_by_who_connects_again(before
     run(main())
 
 
+def test_where_a_log_was_founded_is_not_searched_for_again_and_again() -> None:
+    async def main() -> None:
+        garbage = through("", *[b"garbage"] * 90)
+        broker = FakeBroker([*garbage, *through(LOG, *founded(FIRST))])
+        log = await following(broker)
+        before, told = log.bytes_read, len(b"garbage")
+        for _ in range(3):
+            await log.catch_up(PATIENCE)
+        assert log.bytes_read - before < 3 * 30 * told + 3 * len(broker.records[-1][1]) * 3
+        assert log.state.epoch == 1
+
+    run(main())
+
+
+def test_a_search_for_a_start_that_is_interrupted_goes_on_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_log, "LONGEST_STEP", 4)
+
+    async def main() -> None:
+        records = long_log(after=1)
+        broker = FakeBroker([*through(LOG, *records), *through("", *[b"flood"] * 60)])
+        log = LogFollower(lambda *_: None)
+        await log.attach(broker.session)
+        looks, look = 0, log._records
+
+        async def interrupted(*place: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            if looks % 4 == 0:
+                raise Unreachable("the time is up")
+            return await look(*place)
+
+        monkeypatch.setattr(log, "_records", interrupted)
+        attempts = 1
+        while True:
+            try:
+                await log.catch_up(PATIENCE)
+                break
+            except Unreachable:
+                attempts += 1
+                assert attempts < 20
+        assert log.state == replay(records)
+        assert attempts > 3
+
+    run(main())
+
+
+def test_a_last_chunk_of_more_records_than_a_reader_takes_at_once_is_seen_whole() -> None:
+    async def main() -> None:
+        broker = FakeBroker(through(LOG, *founded(FIRST)), chunk=5_000)
+        log = await following(broker)
+        for _ in range(1_500):
+            broker.records.append(("", b"flood"))
+        broker.push()
+        await log.catch_up(PATIENCE)
+        assert log._reader.next_offset == 1_501
+
+    run(main())
+
+
 # Another log
 
 

@@ -214,3 +214,52 @@ def test_parts_are_small_whatever_is_in_them(monkeypatch: pytest.MonkeyPatch) ->
     assert max(map(len, parts)) <= MAX_PART
     reader = LogReader("log", 301)
     assert read_all(parts, reader).state == state
+
+
+def test_a_snapshot_under_a_name_that_was_used_before_counts_for_everybody_alike() -> None:
+    reader = read_all(RECORDS)
+    begun = parts_of(reader, "twice")[0]
+    assert reader.state is not None
+    change = proposal(reader.state, reader.state.with_policy(Policy("films", ".", 1)))
+    before = [*RECORDS, begun, change]
+    records = [*before, *parts_of(read_all(before), "twice")]
+    assert read_all(records).start == len(before)
+    assert late(records, len(before)) == replay(records)
+
+
+def a_snapshot_of(reader: LogReader, entries: list[dict[str, Any]], epoch: int) -> bytes:
+    text = json.dumps({"epoch": epoch, "entries": entries})
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (part,) = snapshot_records(State(log=reader.log), reader.next_offset - 1, name="s")[:1]
+    return edited(part, part=1, parts=1, text=text, sha256=digest)
+
+
+def test_an_entry_of_an_unknown_kind_brings_back_no_map_of_its_name() -> None:
+    reader = read_all(founded(FIRST, SECOND))
+    gone = {"kind": MAP, "name": "images", "revision": 2}
+    unknown = {"kind": "token", "name": "images", "revision": 1}
+    feed(reader, a_snapshot_of(reader, [gone, unknown], 9))
+    assert reader.state is not None
+    assert reader.start == 2
+    assert reader.state.maps == {}
+    assert reader.state.frozen.keys() == {Entry("token", "images")}
+
+
+def test_what_a_reader_knew_does_not_decide_whether_it_is_a_snapshot() -> None:
+    reader = read_all(founded(FIRST, SECOND))
+    newer = {"kind": MAP, "name": "images", "revision": 1, "order": "strict"}
+    feed(reader, a_snapshot_of(reader, [newer], 0))
+    assert reader.start == 2
+
+
+def test_a_change_of_what_is_frozen_is_void_for_its_writer() -> None:
+    reader = read_all(founded(FIRST))
+    assert reader.state is not None
+    own = proposal(reader.state, reader.state.with_policy(Policy("pictures", "^images$", 5)))
+    tuned = {"kind": "policy-tuned", "name": "pictures", "base": 1}
+    envelope = {"format": 2, "id": "new", "log": reader.log, "start": 0, "changes": [tuned]}
+    feed(reader, dumps(envelope))
+    seen = feed(reader, own)
+    assert seen is not None
+    assert seen.void is not None
+    assert reader.state.policies["pictures"].shards_per_node == 2
