@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from sharding.errors import Unreachable
 from sharding.groups import StreamConsumerGroup
 from sharding.groups.handling.delivery import Delivery
+from sharding.groups.streams.partition import GroupOffsets
 from sharding.stream import Consumer, StreamEnvironment, StreamNotFound, StreamReplaced
 from sharding.stream.consumer import starting, subscription
 from tests.cluster import Cluster, wait_until
@@ -123,4 +125,50 @@ def test_group_begins_the_new_stream_at_its_beginning(environment: StreamEnviron
             publish(environment, stream, numbers(b"new", 1500))
             wait_until(lambda: len(set(handled)) >= 2500, explain=lambda: f"{len(handled)}")
         assert [body for body in handled if body.startswith(b"new")] == numbers(b"new", 1500)
+        environment.delete_stream(f"warren.group.{stream}", missing_ok=True)
+
+
+def test_group_goes_on_though_the_turn_of_the_old_stream_can_not_be_begun(
+    environment: StreamEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker gives the turn at the subscription that finds another stream; who was to begin it
+    tried for good to ask over the connection that was given up with it."""
+    if environment.server_version < (3, 11):
+        pytest.skip("consumer groups need RabbitMQ 3.11")
+    is_anew, late = threading.Event(), list[GroupOffsets]()
+    position = GroupOffsets.position
+
+    def held_up(offsets: GroupOffsets, *known: Any) -> int | None:
+        if is_anew.is_set():
+            late.append(offsets)
+            if offsets is late[0]:
+                raise Unreachable("closed by this side")
+        return position(offsets, *known)
+
+    monkeypatch.setattr(GroupOffsets, "position", held_up)
+    with stream_in(environment) as stream:
+        publish(environment, stream, numbers(b"old", 10))
+        handled: list[bytes] = []
+        options = patient.stream_group(settle_time=0.1)
+        with StreamConsumerGroup(
+            environment,
+            stream,
+            lambda delivery: handled.append(delivery.body),
+            group="g",
+            options=options,
+        ):
+            wait_until(lambda: len(handled) >= 10)
+            check_same = starting.check_same
+
+            def compare(*arguments: Any) -> None:
+                wait_until(lambda: late)  # the turn has come
+                check_same(*arguments)
+
+            monkeypatch.setattr(subscription, "check_same", compare)
+            is_anew.set()
+            make_anew(environment, stream)
+            publish(environment, stream, numbers(b"new", 20))
+            wait_until(lambda: len(handled) >= 30, explain=lambda: f"{len(handled)}")
+        assert late, "no turn came"
+        assert handled[10:] == numbers(b"new", 20)
         environment.delete_stream(f"warren.group.{stream}", missing_ok=True)

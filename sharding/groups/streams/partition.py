@@ -180,7 +180,9 @@ class PartitionReader:
         # What outlasted the last turn must not be at work beside its own repetition.
         self._released.wait(self._shared.options.handover_timeout)
         while True:
-            if self._stop_at is not None or change.tenure != self._lane.tenure:
+            # What failed for good while the turn came, `_take` tells.
+            is_over = self._stop_at is not None or self._inbox.failed
+            if is_over or change.tenure != self._lane.tenure:
                 change.answer.set_result(NEXT)
                 return
             try:
@@ -193,6 +195,7 @@ class PartitionReader:
             except WarrenError as error:
                 if not passes(error):
                     raise
+                logger.debug("%s: the turn is not begun yet: %s", self.stream, error)
             with self._news:  # the leader may be away for a moment
                 self._news.wait_for(self._interrupted, _TRY_AGAIN)
         shared = self._shared

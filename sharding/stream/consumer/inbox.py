@@ -128,6 +128,11 @@ class Inbox:
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def failed(self) -> bool:
+        """Whether `take` raises, after what waits."""
+        return self._failure is not None
+
     def listen(self, lane: Lane, source: object) -> int | None:
         """Let `source` alone fill the lane from now on; returns where it has to begin."""
         with self._changed:
