@@ -172,3 +172,41 @@ def test_group_goes_on_though_the_turn_of_the_old_stream_can_not_be_begun(
         assert late, "no turn came"
         assert handled[10:] == numbers(b"new", 20)
         environment.delete_stream(f"warren.group.{stream}", missing_ok=True)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_group_that_had_begun_reads_all_of_a_stream_made_anew_while_no_worker_was_there(
+    environment: StreamEnvironment, begun: bool
+) -> None:
+    """Its offsets go with the stream: a worker that came later took the end of the new one for
+    "next", and skipped what was in it. A group that had not begun is right to do so."""
+    if environment.server_version < (3, 11):
+        pytest.skip("consumer groups need RabbitMQ 3.11")
+    handled: list[bytes] = []
+    options = patient.stream_group(settle_time=0.1, offset="next")
+
+    def group() -> StreamConsumerGroup:
+        return StreamConsumerGroup(
+            environment,
+            stream,
+            lambda delivery: handled.append(delivery.body),
+            group="g",
+            options=options,
+        )
+
+    with stream_in(environment) as stream:
+        if begun:
+            with group() as first:
+                wait_until(lambda: first.counters["taken"] == 1)
+                publish(environment, stream, numbers(b"old", 10))
+                wait_until(lambda: len(handled) == 10)
+        make_anew(environment, stream)
+        publish(environment, stream, numbers(b"new", 20))
+        with group() as second:
+            wait_until(lambda: second.counters["taken"] == 1)
+            publish(environment, stream, [b"the last"])
+            wait_until(lambda: handled[-1:] == [b"the last"])
+            assert second.counters["losses"] == begun
+        expected = numbers(b"old", 10) + numbers(b"new", 20) if begun else []
+        assert handled == [*expected, b"the last"]
+        environment.delete_stream(f"warren.group.{stream}", missing_ok=True)

@@ -33,8 +33,14 @@ from sharding.stream.connections.access import Access
 from sharding.stream.connections.connection import StreamClient
 from sharding.stream.consumer.data_loss import is_stray, without_gap
 from sharding.stream.consumer.inbox import Inbox, Lane, Taken
-from sharding.stream.consumer.offset_store import store_offset, store_offset_surely
-from sharding.stream.consumer.starting import turn_offset, witness_before
+from sharding.stream.consumer.offset_store import store_offset, store_offset_surely, stored_offset
+from sharding.stream.consumer.starting import (
+    BEGUN,
+    begun_name,
+    is_moving,
+    turn_offset,
+    witness_before,
+)
 from sharding.stream.consumer.subscription import Subscription
 from sharding.stream.errors import ProtocolError, StreamNotFound, StreamReplaced
 from sharding.stream.messages.chunk import ChunkHeader, messages, parse_header
@@ -61,6 +67,8 @@ class Shared:
     runner: HandlerThreads
     dead_letters: DeadLetterStore
     counts: Counts
+    members: str
+    """The stream over which the workers find each other; it outlives partitions."""
     on_change: Callable[[], None]
     """Called when a turn begins or ends, and when a partition's thread ends."""
 
@@ -75,6 +83,8 @@ class Known:
     """By which the stream is recognised: in another one of its name `handled` means nothing."""
     anew: bool = False
     """The stream came after one of its name that was read, so all of it is still to be read."""
+    told: bool = False
+    """That it is another one was counted as a loss."""
 
 
 class PartitionReader:
@@ -87,6 +97,7 @@ class PartitionReader:
         self._clock = shared.access.clock
         self._lane = Lane(stream, shut=True)
         self._lane.witness = known.witness
+        self._anew, self._told = known.anew, known.told
         self._reading = replace(shared.reading, offset="first") if known.anew else shared.reading
         self._inbox = Inbox(2 * shared.options.credits, batch_chunks=1, clock=self._clock)
         self._news = threading.Condition()
@@ -95,7 +106,7 @@ class PartitionReader:
             self._lane, self._inbox, shared.access, self._reading, turns=self._changes
         )
         self._offsets = GroupOffsets(
-            self._subscription, self._reading, shared.counts, shared.access
+            self._subscription, self._reading, shared.counts, shared.access, shared.members
         )
         self._stop_at: float | None = None
         self._turn: Turn | None = None
@@ -111,6 +122,8 @@ class PartitionReader:
         """For the reader that comes after this one."""
         if isinstance(self.failure, STREAM_IS_GONE):
             return Known(anew=True)
+        if self._anew and self.handled is None:  # nothing of it is surely stored yet
+            return Known(None, self._lane.witness, anew=True, told=self._told)
         return Known(self.handled, self._lane.witness)
 
     @property
@@ -198,6 +211,14 @@ class PartitionReader:
                 logger.debug("%s: the turn is not begun yet: %s", self.stream, error)
             with self._news:  # the leader may be away for a moment
                 self._news.wait_for(self._interrupted, _TRY_AGAIN)
+        if (self._anew or self._offsets.are_gone) and not self._told:
+            self._told = True
+            self._shared.counts.add("losses")
+            logger.warning(
+                "%s: what this group had stored is gone; the stream was deleted and made again, or "
+                "its retention has deleted all that was read: it is read from its beginning",
+                self.stream,
+            )
         shared = self._shared
         mark = position - 1 if position else None
         self._turn = Turn(
@@ -432,7 +453,11 @@ class GroupOffsets:
         reading: ConsumerOptions,
         counts: Counts,
         access: Access,
+        members: str,
     ) -> None:
+        self.are_gone = False
+        """The group had begun, and nothing of what it had stored is there."""
+        self._members = members
         self._subscription = subscription
         self._stream = subscription.stream
         self._reading = reading
@@ -444,7 +469,33 @@ class GroupOffsets:
     def position(self, client: StreamClient, handled: int | None) -> int | None:
         """Where to read on, when this worker has `handled` so much; None: the broker can tell."""
         own = None if handled is None else handled + 1
-        return turn_offset(client, self._stream, self._reading, own, self._access, _TIMEOUT)
+
+        def has_begun() -> bool:
+            self.are_gone = self._has_begun(client)
+            return self.are_gone
+
+        place = turn_offset(
+            client, self._stream, self._reading, own, self._access, _TIMEOUT, has_begun
+        )
+        if is_moving(self._reading):
+            self._note_begun(client)
+        return place
+
+    def _has_begun(self, client: StreamClient) -> bool:
+        name = begun_name(self._group, self._stream)
+        try:
+            return stored_offset(client, name, self._members, _TIMEOUT) is not None
+        except StreamNotFound:  # somebody deleted it, with all that was noted there
+            return False
+
+    def _note_begun(self, client: StreamClient) -> None:
+        """A place is stored by now, so the group has begun. The next turn tries again."""
+        try:
+            if not self._has_begun(client):
+                name, deadline = begun_name(self._group, self._stream), self._clock() + _TIMEOUT
+                store_offset_surely(client, name, self._members, BEGUN, deadline, self._clock)
+        except WarrenError as error:
+            logger.info("%s: that the group has begun is not noted yet: %s", self._stream, error)
 
     def store(self, offset: int) -> None:
         """Send it to be stored; one that gets lost is followed by the next."""

@@ -39,7 +39,7 @@ from sharding.stream.admin import check_stream_name
 from sharding.stream.connections.access import Access
 from sharding.stream.consumer.consumer import Consumer
 from sharding.stream.environment import StreamEnvironment
-from sharding.stream.errors import StreamNotFound, StreamReplaced
+from sharding.stream.errors import StreamNotFound
 from sharding.stream.options import StreamArguments
 from sharding.stream.producer.producer import Producer
 from sharding.stream.protocol.constants import MIB
@@ -106,6 +106,7 @@ class StreamWorker:
             runner,
             self._letters,
             self._counts,
+            members_stream(stream),
             self.look_again,
         )
         self._members = StreamMembers(
@@ -232,8 +233,8 @@ class StreamWorker:
             self._leaving.discard(stream)
             self._known[stream] = reader.known
             failure = reader.failure
-            if isinstance(failure, StreamReplaced):
-                self._counts.add("losses")
+            if isinstance(failure, STREAM_IS_GONE):  # or it is found again at the next poll only
+                self._shared.access.routes.suspect(stream, str(failure))
             if failure is not None:
                 if not passes(failure) and not isinstance(failure, STREAM_IS_GONE):
                     raise failure

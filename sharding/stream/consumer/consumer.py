@@ -132,14 +132,15 @@ class Consumer:
         while (taken := self._next(timeout)) is not None:
             lane = taken.lane
             for message in self._decoded(taken, max(taken.first, lane.handed_out or 0)):
-                if taken.void:
+                if taken.void or self._inbox.closed:
                     break
                 assert message.offset is not None
                 self._hand_out(taken, message.offset + 1, 1)
                 yield message
                 self._came_back()
             else:
-                self._hand_out(taken, taken.end, 0)
+                if not taken.void:
+                    self._hand_out(taken, taken.end, 0)
             self._rest = None
 
     @property

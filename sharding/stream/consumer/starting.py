@@ -17,12 +17,17 @@ The rules:
    one that was read is a witness: where another chunk has its offset, or the leader's log ends
    before it, the stream was replaced. One that retention deleted says nothing; that what came after
    it is gone too is noticed as a gap.
+4. *Who has begun does not begin again.* The broker keeps offsets in the stream itself: they go with
+   it when it is deleted, and when retention has deleted all that they name. A group that finds
+   none would take the end of another stream for its place, and skip what is in it. So it notes
+   elsewhere (`begun_name`) that it has begun; where it has, and nothing is stored, it reads all.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sharding.errors import OutcomeUnknown, ShardUnavailable, Unreachable
@@ -68,18 +73,24 @@ def turn_offset(
     own: int | None,
     access: Access,
     timeout: float,
+    has_begun: Callable[[], bool] = lambda: False,
 ) -> int | None:
-    """The same for the one whose turn it is now; it has handed out all before `own` itself."""
+    """The same for the one whose turn it is now; it has handed out all before `own` itself.
+
+    `has_begun` is asked where nothing is stored: whether consumers of this name had a place before.
+    """
     name = str(options.name)
     stored = stored_offset(client, name, stream, timeout)
     known = [place for place in (own, None if stored is None else stored + 1) if place is not None]
     if known:
         return max(known)
-    if offset_spec(options.offset).kind not in _MOVING:
+    if not is_moving(options):
         return _place(client, stream, options, access, timeout)
     fixed = stored_offset(client, place_name(name), stream, timeout)
     if fixed is not None:
         return fixed
+    if has_begun():
+        return 0
     place = _place(client, stream, options, access, timeout) or 0
     under, offset = (name, place - 1) if place else (place_name(name), place)
     deadline = access.clock() + timeout
@@ -93,10 +104,32 @@ def place_name(name: str) -> str:
     >>> place_name("billing")
     'warren.begins billing'
     """
-    whole = f"warren.begins {name}"
+    return _reference("warren.begins", name)
+
+
+def begun_name(group: str, stream: str) -> str:
+    """Under which it is noted, in the stream of a group's workers, that it has begun on another.
+
+    >>> begun_name("billing", "invoices-0")
+    'warren.begun invoices-0 billing'
+    """
+    return _reference("warren.begun", f"{stream} {group}")
+
+
+BEGUN = 2**62
+"""What is stored there: the broker drops offsets that are before the first one of the stream."""
+
+
+def _reference(prefix: str, name: str) -> str:
+    whole = f"{prefix} {name}"
     if len(whole.encode()) <= MAX_REFERENCE_BYTES:
         return whole
-    return f"warren.begins {hashlib.sha256(name.encode()).hexdigest()}"
+    return f"{prefix} {hashlib.sha256(name.encode()).hexdigest()}"
+
+
+def is_moving(options: ConsumerOptions) -> bool:
+    """Whether the place that is asked for is another one at every moment."""
+    return offset_spec(options.offset).kind in _MOVING
 
 
 def _place(

@@ -78,6 +78,7 @@ class Worker:
             self.runner,
             self.dead_letters,
             self.counts,
+            "s.members",
             lambda: None,
         )
         self.reader = PartitionReader("s", self.shared)

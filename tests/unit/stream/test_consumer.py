@@ -375,6 +375,7 @@ def test_close_unsubscribes_and_ends_the_iteration() -> None:
         next(iteration)
     assert cluster.client.unsubscribed
     assert cluster.released == [cluster.client]
+    assert list(offsets_of(iteration)) == []
     assert offsets(consumer) == []
 
 
@@ -520,6 +521,20 @@ def test_what_is_in_hand_counts_for_who_says_so_and_is_not_taken_back_at_close()
         consumer.store_offset()
         assert cluster.stream.stored == {"joe": 3}
     assert cluster.stream.stored == {"joe": 3}
+
+
+def test_turn_that_ends_at_the_last_message_of_a_chunk_is_not_gone_on_with() -> None:
+    cluster = FakeCluster(2, 3)
+    consumer = consumer_of(cluster, name="joe", single_active=True, store_every_messages=100)
+    cluster.client.make_active(0, True)
+    cluster.run()
+    iteration = consumer.messages(timeout=0)
+    assert list(offsets_of(islice(iteration, 2))) == [0, 1]
+    cluster.client.make_active(0, False)
+    cluster.run()
+    assert list(offsets_of(iteration)) == []
+    consumer.close()
+    assert cluster.stream.stored["joe"] == 0, "the other one was in hand when the turn ended"
 
 
 def test_message_that_the_application_failed_at_is_not_stored() -> None:
