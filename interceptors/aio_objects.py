@@ -412,10 +412,10 @@ class _Addressed(_Sent):
     def __init__(self, message: Any, shard: str) -> None:
         super().__init__(message.body, copy.copy(message.properties))
         self.properties.headers = headers_to(self.properties.headers, shard)
-        if len(self.properties.headers) > 1:  # without headers of its own it always fits
-            check_room(len(self.properties.marshal()), LARGEST_FRAME)
         # aiormq would add one, by which it recognises what is returned; so do we.
         self.properties.message_id = self.properties.message_id or uuid.uuid4().hex
+        if len(self.properties.headers) > 1:  # without headers of its own it always fits
+            check_room(len(self.properties.marshal()), LARGEST_FRAME)
 
 
 def _came_back(result: Any) -> bool:

@@ -245,7 +245,8 @@ class Calls:
         return await self.port.wait(self._topology.futures.has_exchange(shard_map.exchange))
 
     async def delete_exchange(self, exchange: str, if_unused: bool, delete: OnShard[T]) -> T:
-        """Stop sharding a name. Its shards stay, with what is in them."""
+        """Stop sharding a name. Its shards stay, with what is in them, and so does what leads to
+        them: see the manager."""
         shard_map = await self.shard_map(exchange)
         if shard_map is None:
             return await delete(exchange)
@@ -256,7 +257,6 @@ class Calls:
         answer = await delete(shard_map.exchange)
         if if_unused:
             await self.port.wait(self._topology.futures.forget(exchange))
-        await self.port.wait(self._topology.futures.take_down(exchange))
         return answer
 
 

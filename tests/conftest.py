@@ -15,6 +15,7 @@ from tests.cluster.docker import engine_answers
 from tests.cluster.pool import Pool
 from tests.cluster.secured import Secured
 from tests.cluster.sources import choose
+from tests.cluster.waiting import PATIENCE
 from tests.support import run_report
 from tests.support.run_report import POOL, is_worker
 from tests.support.scheduling import ByGroup, in_order
@@ -26,6 +27,9 @@ OLDEST_VERSION = "3.10"
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 if "SPARK_HOME" not in os.environ and (home := spark_home()) is not None:
     os.environ["SPARK_HOME"] = str(home)
+
+# A command that a test runs gives up no sooner than the test; see tests/support/patient.py.
+os.environ.setdefault("WARREN_ANSWER_TIMEOUT", str(PATIENCE))
 
 # The same examples in every run, however slow the machine: a failure is a change of the code.
 settings.register_profile(

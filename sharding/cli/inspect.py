@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated
 
@@ -25,10 +26,12 @@ from sharding.cli.options import (
     StreamUrls,
     app,
     console,
+    given,
     printable,
+    topology_options,
 )
 from sharding.cluster.management import ClusterView, management_api
-from sharding.cluster.topology import Topology, TopologyOptions
+from sharding.cluster.topology import Topology
 from sharding.doctor import Finding, Verdict, examine, places_from
 from sharding.doctor.findings import summary
 from sharding.errors import InvalidInput, WarrenError
@@ -154,11 +157,6 @@ def _text(text: str) -> Text:
 
 Look = Callable[[], View | None]
 
-ANSWER_TIMEOUT = 5.0
-"""For each question: a node that is down must not hold up what the others say. Brokers take 3 s to
-refuse a password."""
-START_TIMEOUT = 10.0
-
 
 class Kind(StrEnum):
     QUEUE = "queue"
@@ -198,22 +196,21 @@ def topology(
     queue_urls = url if url or stream_url else LOCAL_BROKER
     first_amqp = [amqp_parameters(each) for each in queue_urls[:1]]
     api = ClusterView([management_api(each, *first_amqp) for each in management])
+    each = given.answer_timeout
     with ExitStack() as opened:
         looks: list[Look] = []
         if kind is not Kind.STREAM and queue_urls:
-            options = TopologyOptions(start_timeout=START_TIMEOUT, answer_timeout=ANSWER_TIMEOUT)
+            options = replace(topology_options(), start_timeout=2 * each)
             plane = opened.enter_context(
                 Topology(*queue_urls, management_urls=management, options=options)
             )
-            looks.append(lambda: queue_view(plane, name, api, ANSWER_TIMEOUT))
+            looks.append(lambda: queue_view(plane, name, api, each))
         if kind is not Kind.QUEUE and stream_url:
             environment = opened.enter_context(
-                StreamEnvironment(
-                    *stream_url, connect_timeout=ANSWER_TIMEOUT, request_timeout=ANSWER_TIMEOUT
-                )
+                StreamEnvironment(*stream_url, connect_timeout=each, request_timeout=each)
             )
             vhost, groups = StreamUri.parse(stream_url[0]).vhost, group or []
-            looks.append(lambda: stream_view(environment, name, groups, api, vhost, ANSWER_TIMEOUT))
+            looks.append(lambda: stream_view(environment, name, groups, api, vhost, each))
         look = _first_of(looks, name)
         if watch:
             _watch(look, interval, tree, as_json)

@@ -25,6 +25,7 @@ from sharding.cluster.plugin_queues import FoundShards
 from sharding.cluster.provisioner import Ensured, Forgotten
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, LocalError, WarrenError
+from sharding.maps import state_file
 from sharding.maps.differences import difference
 from sharding.maps.naming import ShardName, unrouted
 from sharding.maps.policy import OnUnavailable, Policy
@@ -33,7 +34,9 @@ from sharding.publishing.unrouted import bring_unrouted
 
 policies = typer.Typer(no_args_is_help=True, help="Which logical queues are sharded, and how.")
 shards = typer.Typer(no_args_is_help=True, help="Keep shards in step with policies and nodes.")
+states = typer.Typer(no_args_is_help=True, help="All policies and maps: save, restore, rebuild.")
 app.add_typer(policies, name="policy")
+app.add_typer(states, name="maps")
 app.add_typer(shards, name="shards")
 
 
@@ -291,6 +294,92 @@ def _drained(plane: Topology, logical: str, timeout: float) -> FoundShards:
         elif now - empty_since > QUIET_SECONDS:
             return found
         time.sleep(1)
+
+
+StateFile = Annotated[Path, typer.Argument(metavar="FILE", help="As 'warren maps export' writes.")]
+
+
+@states.command("export")
+def export_maps(
+    path: StateFile,
+    url: Urls = LOCAL_BROKER,
+    management: ManagementUrls = [],  # noqa: B006 - typer copies it
+) -> None:
+    """Write all policies and maps that are in force to a file."""
+    with connected(url, management) as topology:
+        topology.refresh(topology.options.start_timeout)
+        state = topology.state
+    try:
+        path.write_text(state_file.dumps(state))
+    except OSError as error:
+        raise UnusableFile(f"{path}: {error.strerror}") from None
+    typer.echo(f"{len(state.policies)} policies and {len(state.maps)} maps")
+
+
+@states.command("import")
+def import_maps(
+    path: StateFile,
+    url: Urls = LOCAL_BROKER,
+    management: ManagementUrls = [],  # noqa: B006
+) -> None:
+    """Put the policies and maps of a file into a map log that is new."""
+    try:
+        held = state_file.loads(path.read_bytes())
+    except OSError as error:
+        raise UnusableFile(f"{path}: {error.strerror}") from None
+    except WarrenError as error:
+        raise UnusableFile(f"{path}: {error}") from None
+    with connected(url, management) as topology:
+        count = topology.take_in(held)
+    passed_over = len(held.entries()) - count
+    there = f"; {passed_over} were there already" if passed_over else ""
+    typer.echo(f"{count} policies and maps are in the log{there}")
+    typer.echo(
+        "  queues and bindings are as they were; 'warren shards ensure' makes what is missing"
+    )
+
+
+@states.command("rebuild")
+def rebuild_maps(
+    yes: Annotated[bool, typer.Option("--yes", help="Write the maps; else only tell.")] = False,
+    url: Urls = LOCAL_BROKER,
+    management: ManagementUrls = [],  # noqa: B006
+) -> None:
+    """Make maps again from the queues and bindings in the broker, after the log was lost."""
+    if not management:
+        raise InvalidInput("--management", "must be given: queues and bindings are found there", "")
+    with connected(url, management) as topology:
+        topology.refresh(topology.options.start_timeout)
+        known = topology.state.maps
+        sharded = topology.find_sharded()
+        for logical, why in sharded.left.items():
+            if logical not in known:
+                typer.echo(f"{printable(logical)}: left alone, {printable(why)}")
+        found = [each for each in sharded.found if each.logical not in known]
+        for each in found:
+            if yes:
+                report(topology.adopt(each))
+            else:
+                typer.echo(_what_is_there(each))
+    typer.echo(WHAT_IS_NOT_KNOWN if found else "there is nothing to rebuild")
+    if found and not yes:
+        typer.echo("Nothing was written; with --yes it is.")
+
+
+WHAT_IS_NOT_KNOWN = (
+    "Not known any more: patterns and priorities (each name has a policy of its own now), "
+    "--on-unavailable (it is 'fail'), arguments that differ among the shards of a name, and names "
+    "that were forgotten while their exchange stayed ('warren forget' them again)."
+)
+
+
+def _what_is_there(found: FoundShards) -> str:
+    nodes = len({shard.node for shard in found.shards})
+    arguments = json.dumps(dict(found.queue_arguments)) if found.queue_arguments else "none"
+    return (
+        f"{printable(found.logical)}: {len(found.shards)} shards on {nodes} nodes, "
+        f"{found.shards_per_node} per node, queue arguments {printable(arguments)}"
+    )
 
 
 MapFile = Annotated[Path, typer.Argument(help="A shard map, as ShardMap.dumps() writes it.")]

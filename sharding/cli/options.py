@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sharding import __version__
-from sharding.cluster.topology import Topology
+from sharding.cluster.topology import Topology, TopologyOptions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -59,9 +60,31 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+@dataclass
+class Given:
+    """What stands on the command line before the sub-command, for all of them."""
+
+    answer_timeout: float = 5.0
+    """A node that is down must not hold up what the others say. Brokers take 3 s to refuse a
+    password."""
+
+
+given = Given()
+
+
 @app.callback()
 def warren(
-    version: Annotated[
+    answer_timeout: Annotated[
+        float,
+        typer.Option(
+            "--answer-timeout",
+            min=0.1,
+            envvar="WARREN_ANSWER_TIMEOUT",
+            show_envvar=True,
+            help="Seconds that a broker may take to connect, and to answer one question.",
+        ),
+    ] = Given.answer_timeout,
+    version: Annotated[  # noqa: ARG001 - its callback prints it
         bool,
         typer.Option(
             "--version", help="Print the version.", callback=_print_version, is_eager=True
@@ -69,6 +92,7 @@ def warren(
     ] = False,
 ) -> None:
     """Many RabbitMQ queues on many nodes behave as one."""
+    given.answer_timeout = answer_timeout
 
 
 def print_table(columns: tuple[str, ...], rows: list[dict[str, object]]) -> None:
@@ -98,5 +122,18 @@ def printable(text: str) -> str:
 def connected(urls: list[str], management: list[str]) -> Iterator[Topology]:
     # What the manager notes is in the report; without a handler logging would print it as well.
     logging.getLogger("warren.manager").addHandler(logging.NullHandler())
-    with Topology(*urls, management_urls=management) as topology:
+    with Topology(*urls, management_urls=management, options=topology_options()) as topology:
         yield topology
+
+
+def topology_options() -> TopologyOptions:
+    """For a command that is given so long for each answer; all of its work takes many."""
+    each = given.answer_timeout
+    usual = TopologyOptions()
+    return TopologyOptions(
+        connect_timeout=each,
+        answer_timeout=each,
+        management_timeout=each,
+        start_timeout=max(usual.start_timeout, each),
+        change_timeout=max(usual.change_timeout, 2 * each),
+    )

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sharding.cli.options import LOCAL_BROKER, ManagementUrls, StreamUrls, Urls, app, connected
+from sharding.cli.options import LOCAL_BROKER, ManagementUrls, StreamUrls, Urls, app
+from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput
 from sharding.groups import ConsumerGroup, GroupOptions, Retry
 from sharding.groups.options import DEAD_LETTERS_OF_GROUP
@@ -93,7 +94,7 @@ def run_queue_worker(
     management: list[str],
     metrics_port: int | None,
 ) -> None:
-    with connected(urls, management) as topology:
+    with Topology(*urls, management_urls=management) as topology:
         if inspect.iscoroutinefunction(handle):
             import asyncio
 

@@ -51,6 +51,8 @@ class TopologyOptions:
     connect_timeout: float = 5.0
     answer_timeout: float = 2.0
     """How long one question about one queue may take; silence means that it is away."""
+    management_timeout: float = 5.0
+    """How long the management API may take to answer, each time."""
     watch_interval: float = 5.0
     """How often the management API is asked which nodes run."""
     probe_interval: float = 1.0
@@ -100,9 +102,15 @@ class ControlPlane:
         if self.session is not None:
             await self.session.close()
 
-    async def connected(self) -> Session:
-        """The connection, once there is one that reads the log."""
+    async def connected(self, *, unless_denied: bool = False) -> Session:
+        """The connection, once there is one that reads the log.
+
+        With `unless_denied`, `MissingRight` if every broker refuses the user: who changes maps is
+        told at once. Others wait; a broker whose users are kept elsewhere may refuse for a while.
+        """
         while self.session is None or not self.session.is_open:
+            if unless_denied and self.denied:
+                raise MissingRight(f"every broker refuses this user: {self.problem}")
             self._connected.clear()
             await self._connected.wait()
         return self.session
@@ -133,6 +141,8 @@ class ControlPlane:
                 )
                 break
             self.denied = denials == len(addresses)
+            if self.denied:
+                self._connected.set()  # for who asked to be told
             attempt += 1
             await asyncio.sleep(_BACKOFF.pause(attempt, _random.random()))
 
@@ -197,7 +207,7 @@ class ControlPlane:
         """
         async with asyncio.timeout(self.options.change_timeout):
             while True:
-                session = await self.connected()
+                session = await self.connected(unless_denied=True)
                 if await self._is_current(session):
                     state = self.log.state
                     proposed = await step(state)

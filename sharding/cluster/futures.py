@@ -177,11 +177,6 @@ class TopologyFutures:
             lambda state: state.without_map(logical) if logical in state.maps else None
         )
 
-    def take_down(self, logical: str) -> Future[None]:
-        """Remove what is behind the exchange of a name that is sharded no more."""
-        manager = Manager(self._plane, self._vhost)
-        return self._change(lambda: manager.take_down(logical))
-
     def _change(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         if not self._has_log:
             raise InvalidInput("maps", "must not be given where maps are to be changed", "maps=…")

@@ -109,14 +109,18 @@ _EVERYWHERE = {"", "::", "0.0.0.0", "0:0:0:0:0:0:0:0"}
 class ClusterView:
     """The management API of whichever node answers."""
 
-    def __init__(self, apis: Sequence[Management]) -> None:
+    def __init__(self, apis: Sequence[Management], timeout: float = 5.0) -> None:
         self._apis = list(apis)
+        self._timeout = timeout
 
     def __bool__(self) -> bool:
         return bool(self._apis)
 
-    def ask(self, method: str, *path: str, body: object = None, timeout: float = 5) -> Any:
+    def ask(
+        self, method: str, *path: str, body: object = None, timeout: float | None = None
+    ) -> Any:
         """One question to the first API that answers; a refusal with a status is an answer."""
+        timeout = self._timeout if timeout is None else timeout
         problem: NoAnswer | None = None
         for api in list(self._apis):
             try:

@@ -16,6 +16,10 @@ none, so that what carries our key and finds no shard is returned. A broker of 3
 to a queue whose node is down, and would confirm what finds none; newer ones nack it themselves. So
 there is one more way behind, to a queue on every node that takes nothing.
 
+Nothing of this is ever taken down again, also when the name is sharded no more: somebody may shard
+it at the same moment, and who deletes what another has just made leaves an exchange that confirms
+and drops.
+
 What somebody forgets meanwhile is not brought back: before each step that makes something, a
 manager that found a map reads that it is still there. Who forgets a name says so in the log before
 he deletes anything.
@@ -107,12 +111,9 @@ class Manager:
         `Forgotten` if the name had a map, or should have by `only_sharded`, and has none any more.
         """
         result: list[ShardMap] = []
-        is_new = False
         self._sharded = logical if only_sharded else None
 
         async def step(state: State) -> State | None:
-            nonlocal is_new
-            is_new = logical not in state.maps
             if logical in state.maps:
                 self._sharded = logical
             elif self._sharded is not None:
@@ -126,51 +127,12 @@ class Manager:
             return state.with_map(proposed) if proposed else None
 
         state = await self._plane.change(step)
-        # Who deleted the name's exchange before may not have known that it is sharded again, and
-        # have taken down what was made for it: see `take_down`.
-        while is_new and not await self._is_whole(logical):
-            state = await self._plane.change(step)
         return Ensured(
             state.maps.get(logical, result[0]),
             tuple(dict.fromkeys(self._notes)),
             self._made_again,
             self._kept,
         )
-
-    async def _is_whole(self, logical: str) -> bool:
-        """Whether all that leads to shards, and to the queue of unrouted messages, is there."""
-        session = await self._plane.connected()
-        kept = unrouted(logical)
-        return (
-            await exists(session, exchange=shards_exchange(logical))
-            and await exists(session, exchange=kept)
-            and await exists(session, queue=kept)
-        )
-
-    async def take_down(self, logical: str) -> None:
-        """Remove what is behind an exchange that was deleted. What is kept, and shards, stay.
-
-        Another process may shard the name again at any moment. It says so in the log and then looks
-        whether all is there; here it is the other way round. So one of the two sees the other.
-        """
-        session = await self._plane.connected()
-        await self._plane.refresh()
-        if logical in self._plane.log.state.maps:  # somebody shards it again
-            return
-        kept = unrouted(logical)
-        channel = await session.channel()
-        try:
-            await channel.delete_exchange(shards_exchange(logical))
-            await channel.delete_empty(kept)  # refused if anything is kept, and then its way stays
-            await channel.delete_exchange(kept)
-        except Refused as error:
-            logger.info("%r stays: %s", kept, error.text)
-        finally:
-            channel.close()
-        await self._plane.refresh()
-        if logical in self._plane.log.state.maps:
-            with suppress(Forgotten):
-                await self.ensure(logical, only_sharded=True)
 
     async def _propose(self, logical: str, state: State, found: Sequence[Shard]) -> ShardMap | None:
         self._check_understood(logical, state)
@@ -241,10 +203,7 @@ class Manager:
         await self._make_net(session, unrouted(logical), is_there)
         for name in (logical, f"warren: {logical}"):
             try:
-                if not is_there:
-                    await _declare_exchange(
-                        session, name, durable=policy.durable, arguments=net(logical)
-                    )
+                await _declare_ours(session, name, logical, policy.durable, is_there)
             except Refused as error:
                 if error.code != PRECONDITION_FAILED:
                     raise
@@ -320,33 +279,41 @@ class Manager:
                 await _make_refusing(session, refusing(member.name))
                 for shard in own:
                     placed[shard.name] = await self._place_one(
-                        session, member.name, shard, policy, shards_exchange(logical)
+                        session,
+                        replace(shard, node=member.name),
+                        known.get(shard.name),
+                        policy,
+                        shards_exchange(logical),
                     )
             finally:
                 await session.close()
         return [placed[shard.name] for shard in shards if shard.name in placed], tokens
 
     async def _place_one(
-        self, session: Session, home: str, shard: Shard, policy: Policy, exchange: str
+        self, session: Session, at_home: Shard, known: Shard | None, policy: Policy, exchange: str
     ) -> Shard:
         """Make one shard on the node that `session` is connected to, or say where it is.
 
         Where nobody can tell where it landed, what the map said of it stays.
         """
-        await self._declare(session, shard, policy)
-        landed = await self._where(shard)
+        await self._declare(session, at_home, policy)
+        landed = await self._where(at_home)
         # Replicated queues have leaders that the broker moves; only classic ones have a home.
         stays = policy.queue_arguments.get("x-queue-type", "classic") == "classic"
-        if stays and landed not in (None, home):
-            at_home = replace(shard, node=home)
-            if await self._bring_home(session, at_home, policy):
-                landed = await self._where(shard)
+        if stays and landed not in (None, at_home.node):
+            if known is not None:
+                self._note(
+                    f"shard {at_home.name!r} is on {landed}, not on {at_home.node}: it was made "
+                    "there and stays, as messages may be on their way to it"
+                )
+            elif await self._bring_home(session, at_home, policy, exchange):
+                landed = await self._where(at_home)
         channel = await session.channel()
         try:
-            await channel.bind(shard.name, exchange, shard.name)
+            await channel.bind(at_home.name, exchange, at_home.name)
         finally:
             channel.close()
-        return replace(shard, node=landed or shard.node)
+        return replace(at_home, node=landed or (known or at_home).node)
 
     async def _declare(self, session: Session, shard: Shard, policy: Policy) -> None:
         channel = await session.channel()
@@ -366,8 +333,14 @@ class Manager:
         finally:
             channel.close()
 
-    async def _bring_home(self, session: Session, shard: Shard, policy: Policy) -> bool:
-        """Outrank the policy that moved a shard, and make it again, if it is empty and unused."""
+    async def _bring_home(
+        self, session: Session, shard: Shard, policy: Policy, exchange: str
+    ) -> bool:
+        """Outrank the policy that moved a new shard, and make it again, if it is empty and unused.
+
+        What is on its way to a queue when that is deleted the broker confirms and drops. So the
+        queue is unbound first: another manager, or an earlier life of the name, may have bound it.
+        """
         try:
             await asyncio.to_thread(self._set_locator_policy, shard.name)
         except NoAnswer as error:
@@ -378,6 +351,7 @@ class Manager:
             return False
         channel: Channel = await session.channel()
         try:
+            await channel.unbind(shard.name, exchange, shard.name)
             await channel.delete_empty(shard.name)
         except Refused as error:
             self._note(f"shard {shard.name!r} is not on {shard.node}, but in use: {error.text}")
@@ -431,6 +405,22 @@ class Manager:
 def net(logical: str) -> dict[str, str]:
     """The arguments of an exchange of ours: where what reaches no shard goes."""
     return {"alternate-exchange": unrouted(logical)}
+
+
+async def _declare_ours(
+    session: Session, exchange: str, logical: str, durable: bool, is_in_use: bool
+) -> None:
+    """Declare the exchange that is published to; one in use may be durable or not.
+
+    `Refused` (406) if it is not as ours are: somebody may have deleted it and made it again without
+    the way to unrouted messages, and then it would confirm and drop them.
+    """
+    try:
+        await _declare_exchange(session, exchange, durable=durable, arguments=net(logical))
+    except Refused as error:
+        if error.code != PRECONDITION_FAILED or not is_in_use:
+            raise
+        await _declare_exchange(session, exchange, durable=not durable, arguments=net(logical))
 
 
 async def _declare_exchange(session: Session, exchange: str, *kind: str, **options: Any) -> None:

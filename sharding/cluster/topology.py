@@ -25,7 +25,7 @@ from sharding.cluster.control_plane import ControlPlane
 from sharding.cluster.control_plane import TopologyOptions as TopologyOptions
 from sharding.cluster.futures import TopologyFutures, same_answer
 from sharding.cluster.management import ClusterView, management_api
-from sharding.cluster.plugin_queues import FoundShards, find_shards
+from sharding.cluster.plugin_queues import FoundShards, Sharded, find_shards, sharded_names
 from sharding.cluster.provisioner import Ensured, Forgotten
 from sharding.errors import InvalidInput, StaleMap, Unreachable, UnsupportedFormat, WarrenError
 from sharding.maps.consumer_spread import least_consumers
@@ -34,6 +34,7 @@ from sharding.maps.map_log import MAP, Entry, State
 from sharding.maps.naming import check_logical_name
 from sharding.maps.policy import Policy, policy_for
 from sharding.maps.shard_map import Node, ShardMap
+from sharding.maps.state_file import StateFile, left_to_take_in, with_next
 from sharding.metrics.sources import Subject
 
 logger = logging.getLogger("warren.topology")
@@ -74,7 +75,8 @@ class Topology:
         self._once_sharded: set[str] = set()
         self._closed = False
         parameters = of_one_cluster(urls)
-        view = ClusterView([management_api(url, parameters[0]) for url in management_urls])
+        apis = [management_api(url, parameters[0]) for url in management_urls]
+        view = ClusterView(apis, self.options.management_timeout)
         self._loop = asyncio.new_event_loop()
         self.vhost: str = parameters[0].virtual_host
         self._urls, self._view = urls, view
@@ -262,6 +264,28 @@ class Topology:
         """The queues in the broker that are named as shards of `logical`, the plugin's say."""
         check_logical_name(logical)
         return find_shards(self._view, self.vhost, logical)
+
+    def find_sharded(self) -> Sharded:
+        """The names that are sharded by what is in the broker, whatever the log says."""
+        queues, bindings = (
+            self._view.ask("GET", kind, self.vhost) for kind in ("queues", "bindings")
+        )
+        return sharded_names(queues, bindings)
+
+    def take_in(self, file: StateFile) -> int:
+        """Put a file's policies and maps into a new log; how many were not there yet."""
+        count = 0
+
+        def step(state: State) -> State | None:
+            nonlocal count
+            left = left_to_take_in(state, file)
+            after = with_next(state, left)
+            count = max(count, len(left))
+            return after if left else None
+
+        while left_to_take_in(self.change(step), file):
+            pass
+        return count
 
     def adopt(self, found: FoundShards) -> Ensured:
         """Take queues that exist into a map, with their names and messages."""

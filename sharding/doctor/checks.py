@@ -168,7 +168,7 @@ def check_exchanges(probed: Probed) -> list[Finding]:
 def judge_exchanges(
     exchanges: Iterable[Mapping[str, Any]],
     queues: Iterable[Mapping[str, Any]],
-    bindings: Iterable[Mapping[str, Any]],
+    bindings: Sequence[Mapping[str, Any]],
 ) -> list[Finding]:
     """Pure: from what the management API says of a virtual host."""
     nets = {
@@ -179,10 +179,19 @@ def judge_exchanges(
         for name, net in nets.items()
         if net == f"{str(name).removeprefix('warren: ')}.unrouted"
     }
+    found = [
+        problem(
+            "unrouted messages",
+            name,
+            f"the alternate exchange {name}.unrouted, from its declaration on",
+            f"{nets[name] or 'none'}: what is published to it without Warren is confirmed and lost",
+            "Delete it, and run 'warren shards ensure' for this name.",
+        )
+        for name in sorted(_without_a_net(nets, ours, bindings))
+    ]
     if not ours:
-        return []
+        return found
     kept = {queue["name"]: int(queue.get("messages") or 0) for queue in queues}
-    found = []
     for name, net in sorted(ours.items()):
         if count := kept.get(net, 0):
             fix = (
@@ -220,6 +229,23 @@ def judge_exchanges(
             f"nothing is kept behind {len(ours)} exchanges of logical queues",
         )
     ]
+
+
+def _without_a_net(
+    nets: Mapping[str, str | None],
+    ours: Mapping[str, str],
+    bindings: Sequence[Mapping[str, Any]],
+) -> set[str]:
+    """Exchanges that were ours, as their shards show, and that somebody has made again.
+
+    Not those whose name was taken before: their shards are behind `warren: images`.
+    """
+    sources = {binding["source"] for binding in bindings}
+    return {
+        name
+        for name in nets
+        if f"{name}.shards" in sources and not ours.keys() & {name, f"warren: {name}"}
+    }
 
 
 CHECKS: tuple[Callable[[Probed], list[Finding]], ...] = (

@@ -12,6 +12,7 @@ import pytest
 from sharding.stream import ProducerOptions, StreamEnvironment
 from tests.cluster import Cluster, wait_until
 from tests.cluster.health import prove_health
+from tests.cluster.waiting import PATIENCE
 from tests.support.streams import (
     await_replicas,
     environment_of,
@@ -124,7 +125,7 @@ def test_nothing_is_lost_or_repeated_when_a_leader_is_killed(
     harmed: Cluster, chosen_version: str
 ) -> None:
     with (
-        environment_of(harmed) as environment,
+        environment_of(harmed, connect_timeout=PATIENCE) as environment,
         super_stream_in(environment) as invoices,
         Traffic(environment, invoices, at_least=MESSAGES, pause=0.02) as traffic,
     ):
@@ -145,8 +146,10 @@ def test_nothing_is_lost_or_repeated_while_all_nodes_restart(
     """Node after node, for clients that go directly and through a load balancer."""
     balancer = harmed.balancer()
     with (
-        environment_of(harmed) as direct,
-        StreamEnvironment(balancer.endpoint.stream_url, load_balancer=True) as through,
+        environment_of(harmed, connect_timeout=PATIENCE) as direct,
+        StreamEnvironment(
+            balancer.endpoint.stream_url, load_balancer=True, connect_timeout=PATIENCE
+        ) as through,
         super_stream_in(direct) as invoices,
         super_stream_in(direct) as orders,
         Traffic(direct, invoices, at_least=MESSAGES, pause=0.2) as directly,

@@ -11,6 +11,7 @@ import logging
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -24,6 +25,8 @@ from sharding.cli.main import commands
 from sharding.cli.options import app
 from sharding.cluster.management import management_api
 from sharding.doctor import places_from
+from sharding.maps import state_file
+from sharding.maps.map_log import State
 from sharding.stream import EnvironmentOptions, StreamEnvironment
 from spark.options.read import ReadOptions
 from spark.source import WarrenDataSource
@@ -174,6 +177,9 @@ ARGUMENTS: dict[str, list[str]] = {
     "forget": ["q"],
     "topology": ["q"],
     "worker": ["json:loads"],
+    "maps export": ["maps.json"],
+    "maps import": ["maps.json"],
+    "maps rebuild": ["--management", "http://127.0.0.1:1"],
 }
 
 
@@ -197,7 +203,11 @@ SCHEMES = {"--url": "amqp", "--management": "http", "--stream-url": "rabbitmq-st
 
 
 @pytest.mark.parametrize(("command", "flag"), list(commands_with_urls()))
-def test_no_command_shows_a_part_of_a_password(command: str, flag: str) -> None:
+def test_no_command_shows_a_part_of_a_password(
+    command: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("maps.json").write_text(state_file.dumps(State()))
     words = [*command.split(), *ARGUMENTS.get(command, [])]
     if command == "worker":
         words += ["--stream", "s", "--group", "g"] if flag == "--stream-url" else ["--queue", "q"]

@@ -22,6 +22,7 @@ from tests.cluster.waiting import PATIENCE
 TOPOLOGY = TopologyOptions(
     connect_timeout=PATIENCE,
     answer_timeout=PATIENCE,
+    management_timeout=PATIENCE,
     start_timeout=PATIENCE,
     change_timeout=PATIENCE,
     max_staleness=4 * PATIENCE,

@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from typer.testing import CliRunner
 
-from sharding import UnsupportedFormat, __version__
+from sharding import TopologyOptions, Unreachable, UnsupportedFormat, __version__
 from sharding.cli import main as command
 from sharding.cli.maps import UnusableFile
 from sharding.cli.options import app
@@ -48,6 +49,23 @@ def run(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:
 
 def test_the_version_is_told() -> None:
     assert output("--version") == f"warren {__version__}\n"
+
+
+def test_the_time_for_an_answer_is_given_once_for_all_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[TopologyOptions] = []
+
+    def topology(*_: str, options: TopologyOptions, **__: object) -> NoReturn:
+        asked.append(options)
+        raise Unreachable("enough is seen")
+
+    monkeypatch.setattr("sharding.cli.options.Topology", topology)
+    for words in (["--answer-timeout", "60"], []):
+        CliRunner().invoke(app, [*words, "forget", "images"], env={"WARREN_ANSWER_TIMEOUT": ""})
+    each = [(o.connect_timeout, o.answer_timeout, o.management_timeout) for o in asked]
+    assert each == [(60.0,) * 3, (5.0,) * 3]
+    assert [options.change_timeout for options in asked] == [120.0, 30.0]
 
 
 def test_explain_tells_slot_shard_node_and_epoch_of_every_key(old_file: Path) -> None:
