@@ -54,7 +54,7 @@ fuzz: ready
 # pika's and aio-pika's own tests through the wrappers. PIKA is a checkout of pika at the version
 # that is installed; without it aio-pika's only.
 own-tests: ready
-	$(RUN)python -m tests.conformance.own_tests $(if $(PIKA),blocking callback --pika $(PIKA)) aio
+	$(RUN)python -m tests.conformance.own_tests $(if $(PIKA),blocking callback) aio $(if $(PIKA),--pika $(PIKA))
 
 # For spark-submit --py-files: the wheel under a name that Spark takes. What it depends on (mmh3,
 # pika, pyarrow, numpy) must be installed where the executors run.

@@ -20,7 +20,6 @@ from tests.conformance import recorded
 from tests.conformance.callers import CALLERS, Wrap
 from tests.conformance.script import SCENARIOS
 from tests.conformance.stage import Stage, wrapped_stage
-from tests.support import patient
 from tests.support.sharded import topology_of
 
 pytestmark = pytest.mark.cluster
@@ -42,7 +41,7 @@ def stages(nodes: Cluster) -> dict[str, Stage]:
 @contextmanager
 def session(cluster: Cluster, kind: str) -> Iterator[Wrap]:
     """What a process of ours has: a topology of its own, which knows all nodes of the cluster."""
-    with topology_of(cluster, options=patient.TOPOLOGY) as topology:
+    with topology_of(cluster) as topology:
         yield lambda raw: WRAPPERS[kind](raw, topology)
 
 

@@ -18,7 +18,6 @@ from sharding import Policy, ShardMap, Topology
 from sharding.maps.naming import shards_exchange
 from tests.cluster import Cluster, Node, wait_until
 from tests.conformance.callers import CALLERS, Caller, Publication
-from tests.support import patient
 from tests.support.other_views import AsInAnotherProcess, WithAnOldMap
 from tests.support.sharded import drain, fresh_queue, raw_channel, topology_of
 
@@ -34,7 +33,7 @@ WRAPPERS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster, options=patient.TOPOLOGY) as running:
+    with topology_of(cluster) as running:
         yield running
 
 

@@ -71,7 +71,7 @@ def routes_of_another_process(node: Node, logical: str) -> list[str]:
 def test_keys_of_other_shards_do_not_move_when_a_node_dies(harmed: Cluster) -> None:
     logical = fresh_queue()
     shard_map = set_up(harmed, Policy.exactly(logical, 2, name=logical))
-    with topology_of(harmed) as topology:
+    with topology_of(harmed, options=None) as topology:
         reads(topology, shard_map)
         before = routes_of_another_process(harmed.nodes[0], logical)
         assert before == [shard_map.shard_of(f"key-{n}").name for n in range(10_000)]
@@ -110,7 +110,7 @@ def test_keys_move_for_everybody_where_the_policy_says_so_and_come_home(harmed: 
     logical = fresh_queue()
     policy = Policy(logical, f"^{logical}$", 2, on_unavailable=OnUnavailable.MOVE)
     home = set_up(harmed, policy)
-    with topology_of(harmed) as topology:
+    with topology_of(harmed, options=None) as topology:
         reads(topology, home)
         before = routes_of_another_process(harmed.nodes[0], logical)
         victim = harmed.nodes[1]
@@ -160,11 +160,11 @@ def test_herd_of_sixteen_clients_ends_evenly(nodes: Cluster) -> None:
     logical = fresh_queue()
     node = nodes.nodes[0]
     shard_map = set_up(nodes, Policy.exactly(logical, 4, name=logical))
-    with topology_of(nodes, options=patient.TOPOLOGY) as topology:
+    with topology_of(nodes) as topology:
         shards = [shard.name for shard in shard_map.shards_on(node.name)]
         stop = threading.Event()
         together = threading.Barrier(16)
-        topologies = [topology_of(nodes, options=patient.TOPOLOGY) for _ in range(4)]
+        topologies = [topology_of(nodes) for _ in range(4)]
 
         def client(number: int) -> None:
             with connection_to(node) as connection:
@@ -200,7 +200,10 @@ def test_what_is_reported_stored_is_stored_whatever_happens_to_a_node(
     reasons: list[Exception] = []
     longest = 0.0
     shard_map = set_up(harmed, Policy.exactly(logical, 2, name=logical))
-    with topology_of(harmed) as topology, connection_to(harmed.nodes[0]) as connection:
+    with (
+        topology_of(harmed, options=None) as topology,
+        connection_to(harmed.nodes[0]) as connection,
+    ):
         reads(topology, shard_map)
         channel = ShardedChannel(connection.channel(), topology, confirm_timeout=CONFIRM_TIMEOUT)
         channel.confirm_delivery()

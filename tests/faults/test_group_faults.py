@@ -58,7 +58,7 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
         wait_until(lambda: taken() < float("inf"), explain=lambda: f"{held} unread")
         return taken()
 
-    with topology_of(harmed) as topology:
+    with topology_of(harmed, options=None) as topology:
         topology.set_policy(Policy.exactly(logical, 4, name=logical))
         shard_map = topology.ensure(logical).shard_map
         assert len(shard_map.shards) == 12
@@ -133,7 +133,7 @@ def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
     logical = fresh_queue()
     urls = [node.endpoint.amqp_url for node in harmed.nodes]
     heartbeat = 2
-    with topology_of(harmed) as topology:
+    with topology_of(harmed, options=None) as topology:
         topology.set_policy(Policy.exactly(logical, 2, name=logical))
         topology.ensure(logical)
         workers = [Worker(tmp_path, number, logical, urls, heartbeat) for number in range(2)]
@@ -191,7 +191,7 @@ def test_nodes_that_join_and_leave_are_followed_without_a_restart(harmed: Cluste
             for number in range(count):
                 publisher.publish(f"key-{number}", b"%d" % number)
 
-    with topology_of(harmed) as topology:
+    with topology_of(harmed, options=None) as topology:
         topology.set_policy(Policy.exactly(logical, 2, name=logical))
         topology.ensure(logical)
         with ConsumerGroup(topology, logical, lambda each: handled.append(each.body)) as group:

@@ -18,7 +18,6 @@ from sharding.publishing.unrouted import bring_unrouted
 from tests.cluster import Cluster
 from tests.cluster.waiting import PATIENCE
 from tests.faults.policy_load import CHANNELS, Found, Publishers, Timed, Watch
-from tests.support import patient
 from tests.support.sharded import (
     connection_to,
     fresh_queue,
@@ -110,7 +109,7 @@ def lives(life: Life, number: int) -> None:
 
 @pytest.fixture
 def operator(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster, options=patient.TOPOLOGY) as topology:
+    with topology_of(cluster) as topology:
         yield topology
 
 

@@ -62,7 +62,10 @@ class Target:
 @contextmanager
 def target_of(sink: str, cluster: Cluster, environment: StreamEnvironment) -> Iterator[Target]:
     if sink == "queue":
-        with sharded_queue(cluster) as logical, topology_of(cluster.nodes) as topology:
+        with (
+            sharded_queue(cluster) as logical,
+            topology_of(cluster.nodes, options=None) as topology,
+        ):
             shards = shards_in_broker(cluster, logical)
             yield Target(
                 logical,

@@ -3,15 +3,17 @@ not fit into a frame is refused, or stored all the same."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import aio_pika
 import pika
 import pytest
 
-from interceptors import ShardedPublisher
+from interceptors import AioShardedChannel, ShardedPublisher
 from sharding import InvalidInput, ShardMap, Topology
 from sharding.groups import Delivery, Retry
 from sharding.maps.naming import SHARDS_KEY
@@ -31,7 +33,7 @@ MILLISECONDS = b"T" + struct.pack(">Q", 1_700_000_000_000)
 
 @pytest.fixture(scope="module")
 def topology(nodes: Cluster) -> Iterator[Topology]:
-    with topology_of(nodes, options=patient.TOPOLOGY) as running:
+    with topology_of(nodes) as running:
         yield running
 
 
@@ -241,6 +243,30 @@ def test_headers_that_fit_into_no_frame_are_refused_and_disturb_no_other_message
                     publisher.publish("k", b"", fat)
         report = publisher.flush(PATIENCE)
     assert (report.stored, report.unknown, report.all_stored) == (1_500, 0, True)
+
+
+def test_headers_of_every_size_near_a_frame_s_are_stored_or_refused_by_aio_channels(
+    nodes: Cluster, topology: Topology
+) -> None:
+    """aiormq adds a message id; where that did not fit, the broker ended the connection."""
+    logical = make_sharded(topology).logical
+    refused: list[int] = []
+
+    async def publish(sizes: Sequence[int]) -> None:
+        async with await aio_pika.connect(nodes.nodes[0].endpoint.amqp_url) as connection:
+            channel = AioShardedChannel(await connection.channel(), topology)
+            exchange = await channel.get_exchange(logical)
+            for size in sizes:
+                fat = aio_pika.Message(b"", headers={"baggage": "x" * size})
+                try:
+                    await exchange.publish(fat, "k", timeout=PATIENCE)
+                except InvalidInput:
+                    refused.append(size)
+
+    sizes = range(130_850, 131_060, 7)
+    asyncio.run(publish(sizes))
+    assert refused == [size for size in sizes if size >= refused[0]]
+    assert sizes[0] < refused[0] < sizes[-1]
 
 
 @KINDS

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster, options=patient.TOPOLOGY) as running:
+    with topology_of(cluster) as running:
         yield running
 
 
@@ -242,11 +242,11 @@ def test_keys_move_off_a_node_in_maintenance_mode_and_come_home(harmed: Cluster)
     with `on_unavailable: move` its keys were not moved, and failed as long as that lasted."""
     victim = harmed.nodes[1]
     others = [harmed.nodes[0], harmed.nodes[2]]
-    with topology_of(harmed, options=patient.TOPOLOGY) as operator:
+    with topology_of(harmed) as operator:
         home = make_sharded(operator, on_unavailable=OnUnavailable.MOVE)
     logical = home.logical
     lost = {shard.name for shard in home.shards_on(victim.name)}
-    with topology_of(others, options=patient.TOPOLOGY) as topology:
+    with topology_of(others) as topology:
         topology.ensure(logical)  # as who watches does; 3.10 does not tell, its ports do
         victim.driver.ctl("eval", "rabbit_maintenance:drain().")
         try:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster, options=patient.TOPOLOGY) as running:
+    with topology_of(cluster) as running:
         yield running
 
 

@@ -30,7 +30,7 @@ QUICK = Retry(attempts=2, first_delay=0.01)
 
 @pytest.fixture(scope="module")
 def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster, options=patient.TOPOLOGY) as running:
+    with topology_of(cluster) as running:
         yield running
 
 

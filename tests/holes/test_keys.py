@@ -19,7 +19,6 @@ from spark.options.write import MessageColumns
 from spark.write.messages import of_rows
 from tests.cluster import Cluster
 from tests.spark.stored import amqp_uri, environment_of, reach, sharded_queue, stored_in
-from tests.support import patient
 from tests.support.sharded import topology_of
 
 pytestmark = pytest.mark.cluster
@@ -78,7 +77,7 @@ def spark_sinks(cluster: Cluster, name: str, queue: str) -> list[Callable[[Any],
 def queue_publisher(cluster: Cluster, queue: str) -> list[Callable[[Any], object]]:
     def publish(key: Any) -> object:
         with (
-            topology_of(cluster.nodes, options=patient.TOPOLOGY) as topology,
+            topology_of(cluster.nodes) as topology,
             ShardedPublisher(topology, queue) as publisher,
         ):
             return publisher.publish(key, b"x")

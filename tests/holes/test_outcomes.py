@@ -41,7 +41,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def topology(nodes: Cluster) -> Iterator[Topology]:
-    with topology_of(nodes, options=patient.TOPOLOGY) as running:
+    with topology_of(nodes) as running:
         yield running
 
 

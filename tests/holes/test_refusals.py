@@ -30,7 +30,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def topology(nodes: Cluster) -> Iterator[Topology]:
-    with topology_of(nodes, options=patient.TOPOLOGY) as running:
+    with topology_of(nodes) as running:
         yield running
 
 
@@ -92,7 +92,7 @@ def test_shards_are_classic_where_another_type_is_the_default(quorum_by_default:
     default = types_of_queues(quorum_by_default)["of no stated type"]
     if not quorum_by_default.version.startswith("3.10"):  # which knows no default
         assert default == "quorum"
-    with topology_of(quorum_by_default, options=patient.TOPOLOGY) as topology:
+    with topology_of(quorum_by_default) as topology:
         logical = make_sharded(topology).logical
         shards = shards_in_broker(quorum_by_default, logical)
         with ConsumerGroup(topology, logical, print, options=patient.group()) as group:

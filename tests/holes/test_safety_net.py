@@ -17,7 +17,6 @@ from interceptors import ShardedChannel, ShardedPublisher
 from sharding import InvalidInput, Policy, Topology, WarrenError
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.support import patient
 from tests.support.sharded import (
     connection_to,
     drain,
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def topology(nodes: Cluster) -> Iterator[Topology]:
-    with topology_of(nodes, options=patient.TOPOLOGY) as running:
+    with topology_of(nodes) as running:
         yield running
 
 
@@ -63,7 +62,7 @@ class EarlyProducer:
 
     def _publish(self) -> None:
         with (
-            topology_of(self._cluster, options=patient.TOPOLOGY) as topology,
+            topology_of(self._cluster) as topology,
             connection_to(self._cluster.nodes[0]) as connection,
         ):
             topology.wait_until_ready(PATIENCE)

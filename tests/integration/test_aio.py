@@ -24,26 +24,18 @@ from interceptors.aio import AioShardedChannel
 from interceptors.aio_objects import _came_back
 from sharding import Policy, ShardUnavailable
 from sharding.cluster.management import NoAnswer
-from sharding.cluster.topology import Topology, TopologyOptions
+from sharding.cluster.topology import Topology
 from sharding.errors import OutcomeUnknown
 from sharding.maps.shard_map import Shard, ShardMap
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.conftest import OLDEST_VERSION
-from tests.support import patient
+from tests.support.sharded import topology_of
 
 pytestmark = pytest.mark.cluster
 
 both_kinds = pytest.mark.parametrize("kind", ["plain", "robust"])
 KEYS = [f"user-{number}" for number in range(20)]
-
-
-def topology_of(cluster: Cluster, options: TopologyOptions | None = patient.TOPOLOGY) -> Topology:
-    return Topology(
-        *(node.endpoint.amqp_url for node in cluster),
-        management_urls=[node.management.url for node in cluster],
-        options=options,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster, options=patient.TOPOLOGY) as opened:
+    with topology_of(cluster) as opened:
         yield opened
 
 

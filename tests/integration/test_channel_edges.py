@@ -34,7 +34,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster, options=patient.TOPOLOGY) as opened:
+    with topology_of(cluster) as opened:
         yield opened
 
 
@@ -273,7 +273,7 @@ def test_what_is_cancelled_while_its_shard_is_gone_does_not_come_back(
 
 
 def test_a_channel_that_is_refused_while_it_opens_is_closed(cluster: Cluster) -> None:
-    gone = topology_of(cluster, options=patient.TOPOLOGY)
+    gone = topology_of(cluster)
     gone.close()
     closed: list[Exception] = []
     ended = threading.Event()
@@ -410,7 +410,7 @@ def test_messages_of_a_key_keep_their_order_from_the_first_one_on(
 
     async def play() -> None:
         url = cluster.nodes[0].endpoint.amqp_url
-        with topology_of(cluster, options=patient.TOPOLOGY) as new:
+        with topology_of(cluster) as new:
             async with await aio_pika.connect(url) as connection:
                 channel = AioShardedChannel(await connection.channel(), new)
                 exchange = await channel.get_exchange(images.logical, ensure=False)

@@ -25,7 +25,6 @@ from sharding import OutcomeUnknown, Policy, ShardMap, ShardUnavailable, Topolog
 from sharding.maps.naming import shards_exchange
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.support import patient
 from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
 
 pytestmark = pytest.mark.cluster
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster, options=patient.TOPOLOGY) as running:
+    with topology_of(cluster) as running:
         yield running
 
 

@@ -36,7 +36,7 @@ KEYS = [f"user-{number}" for number in range(30)]
 
 @pytest.fixture
 def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster, options=patient.TOPOLOGY) as opened:
+    with topology_of(cluster) as opened:
         yield opened
 
 

@@ -65,7 +65,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def topology(nodes: Cluster) -> Iterator[Topology]:
-    with topology_of(nodes, options=patient.TOPOLOGY) as running:
+    with topology_of(nodes) as running:
         yield running
 
 

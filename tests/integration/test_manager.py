@@ -142,7 +142,7 @@ def test_map_tells_the_truth_where_shards_can_not_be_held(cluster: Cluster) -> N
     api.call("PUT", "permissions", cluster.vhost, "limited", body=rights)
     logical = fresh_queue()
     url = cluster.nodes[0].endpoint.amqp_url.replace("guest:guest", "limited:limited")
-    with Topology(url, management_urls=[api.url]) as topology:
+    with Topology(url, management_urls=[api.url], options=patient.TOPOLOGY) as topology:
         topology.set_policy(Policy.exactly(logical, 4, name=logical))
         ensured = topology.ensure(logical)
     api.call("DELETE", "users", "limited")
@@ -151,6 +151,12 @@ def test_map_tells_the_truth_where_shards_can_not_be_held(cluster: Cluster) -> N
     assert placed != names(logical, cluster.nodes, 4), "the hostile policy moved nothing"
     assert any("policymaker" in note for note in ensured.notes)
     assert not any("limited:" in note for note in ensured.notes)
+    with topology_of(cluster) as topology:  # who may hold them
+        again = topology.ensure(logical)
+    # Found by an attack: they were deleted when empty, with what was confirmed in that moment.
+    assert shards_in_broker(cluster, logical) == placed
+    assert again.shard_map == ensured.shard_map
+    assert any("on their way to it" in note for note in again.notes)
 
 
 def test_who_may_not_append_to_the_log_is_told_so_until_he_may(cluster: Cluster) -> None:
@@ -275,7 +281,7 @@ def test_round_that_began_before_a_name_was_forgotten_does_not_bring_it_back(
 
 def test_fourth_node_has_its_shards_while_publishing_goes_on(harmed: Cluster) -> None:
     logical = fresh_queue()
-    with topology_of(harmed) as topology:
+    with topology_of(harmed, options=None) as topology:
         set_up(topology, logical, 2)
         before = topology.shard_map(logical)
         assert before is not None
@@ -334,7 +340,7 @@ def _map(topology: Topology, logical: str) -> ShardMap:
 
 def test_node_that_leaves_takes_only_its_own_shards(harmed: Cluster) -> None:
     logical = fresh_queue()
-    with topology_of(harmed) as topology:
+    with topology_of(harmed, options=None) as topology:
         set_up(topology, logical, 2)
         # With the queue of unrouted messages, which may be missing for a while.
         kept = harmed.nodes[0].management.get("queues", harmed.vhost, unrouted(logical))

@@ -35,7 +35,7 @@ def test_every_counter_is_in_the_table(cluster: Cluster) -> None:
     node, logical = cluster.nodes[0], fresh_queue()
     with ExitStack() as opened:
         enter = opened.enter_context
-        topology = enter(topology_of(cluster, options=patient.TOPOLOGY))
+        topology = enter(topology_of(cluster))
         environment = enter(StreamEnvironment(node.endpoint.stream_url, **patient.STREAMS))
         topology.set_policy(Policy.exactly(logical, 1, name=logical))
         topology.ensure(logical)
@@ -103,7 +103,7 @@ def test_numbers_of_streams_equal_what_was_published(cluster: Cluster) -> None:
 def test_numbers_of_queues_equal_what_was_published(cluster: Cluster) -> None:
     logical = fresh_queue()
     with (
-        topology_of(cluster, options=patient.TOPOLOGY) as topology,
+        topology_of(cluster) as topology,
         connection_to(cluster.nodes[0]) as connection,
     ):
         topology.set_policy(Policy.exactly(logical, 1, name=logical))
@@ -138,7 +138,7 @@ def test_asynchronous_channels_count_what_became_of_their_messages(cluster: Clus
     """Stored ones, and some that came back because their shard is gone."""
     logical, node = fresh_queue(), cluster.nodes[0]
     keys = [f"user-{number}" for number in range(40)]
-    with topology_of(cluster, options=patient.TOPOLOGY) as topology:
+    with topology_of(cluster) as topology:
         topology.set_policy(Policy.exactly(logical, 1, name=logical))
         shard_map = topology.ensure(logical).shard_map
         lost = shard_map.shards[0].name

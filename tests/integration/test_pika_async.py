@@ -158,7 +158,7 @@ Connect = Callable[..., Client]
 
 @pytest.fixture(scope="module")
 def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster, options=patient.TOPOLOGY) as running:
+    with topology_of(cluster) as running:
         running.wait_until_ready(PATIENCE)
         yield running
 
@@ -510,7 +510,7 @@ def test_refusal_does_not_overtake_what_pika_holds_back(connect: Connect, images
 def test_channel_works_from_a_topology_that_is_not_ready_yet(
     connect: Connect, cluster: Cluster, images: str
 ) -> None:
-    with topology_of(cluster, options=patient.TOPOLOGY) as early:
+    with topology_of(cluster) as early:
         client = connect(topology=early)
         client.do(lambda: client.channel.basic_consume(images, client.on_message, True))
         frame = client.ask(
@@ -679,7 +679,7 @@ def test_exchange_without_a_policy_is_refused_at_once(connect: Connect, queue: s
 def test_topology_that_fails_closes_the_channel_and_says_why(
     connect: Connect, cluster: Cluster, images: str
 ) -> None:
-    gone = topology_of(cluster, options=patient.TOPOLOGY)
+    gone = topology_of(cluster)
     gone.wait_until_ready(PATIENCE)
     client = connect(topology=gone)
     gone.close()

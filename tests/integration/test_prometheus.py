@@ -22,7 +22,6 @@ from sharding import Policy, metrics
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
-from tests.support import patient
 from tests.support.sharded import fresh_queue, raw_channel, topology_of
 
 PROMETHEUS = shutil.which("prometheus")
@@ -105,7 +104,7 @@ def worker(cluster: Cluster, folder: Path, logical: str, port: int) -> Iterator[
 
 def test_numbers_in_prometheus_equal_what_was_published(cluster: Cluster, tmp_path: Path) -> None:
     logical, worker_port = fresh_queue(), free_port()
-    with topology_of(cluster, options=patient.TOPOLOGY) as topology:
+    with topology_of(cluster) as topology:
         topology.set_policy(Policy.exactly(logical, 1, name=logical))
         shards = topology.ensure(logical).shard_map.shards
         try:

@@ -42,7 +42,7 @@ QUICK = Retry(attempts=3, first_delay=0.01, max_delay=0.05)
 
 @pytest.fixture(scope="module")
 def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster, options=patient.TOPOLOGY) as running:
+    with topology_of(cluster) as running:
         yield running
 
 

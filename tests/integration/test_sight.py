@@ -160,7 +160,7 @@ def test_name_of_both_kinds_is_the_one_that_is_asked_for(
     name, node = fresh_queue(), cluster.nodes[0]
     environment.create_stream(name)
     try:
-        with topology_of(cluster, options=patient.TOPOLOGY) as topology:
+        with topology_of(cluster) as topology:
             topology.set_policy(Policy.exactly(name, 1, name=name))
             topology.ensure(name)
             assert as_json(node, name)["kind"] == "queue"
@@ -208,7 +208,7 @@ def test_scrape_tells_depth_and_lag(
     cluster: Cluster, environment: StreamEnvironment, invoices: str
 ) -> None:
     logical = fresh_queue()
-    with topology_of(cluster, options=patient.TOPOLOGY) as topology:
+    with topology_of(cluster) as topology:
         topology.set_policy(Policy.exactly(logical, 1, name=logical))
         shards = topology.ensure(logical).shard_map.shards
         with raw_channel(cluster.nodes[0]) as channel:
@@ -236,7 +236,7 @@ def test_node_that_is_down_holds_nothing_up(
     caplog.set_level("INFO", logger="warren")
     name, logical = "invoices", "images"
     node = harmed.nodes[0]
-    with topology_of(harmed) as topology:
+    with topology_of(harmed, options=None) as topology:
         topology.set_policy(Policy.exactly(logical, 1, name=logical))
         topology.ensure(logical)
     # Where super streams are made over AMQP, the node that is asked leads them all.

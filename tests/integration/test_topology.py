@@ -78,7 +78,7 @@ with Topology(url, options=patient.TOPOLOGY) as topology:
 
 
 def test_eight_processes_racing_end_with_one_history(nodes: Cluster) -> None:
-    with topology_of(nodes, options=patient.TOPOLOGY) as before:
+    with topology_of(nodes) as before:
         first_epoch = before.state.epoch
     writers = [
         subprocess.Popen(
@@ -98,7 +98,7 @@ def test_eight_processes_racing_end_with_one_history(nodes: Cluster) -> None:
         writer.communicate(timeout=2 * PATIENCE)
         assert writer.returncode == 0
 
-    readers = [topology_of([node], options=patient.TOPOLOGY) for node in nodes]
+    readers = [topology_of([node]) for node in nodes]
     try:
         for reader in readers:
             reader.refresh(PATIENCE)
@@ -118,7 +118,7 @@ def test_eight_processes_racing_end_with_one_history(nodes: Cluster) -> None:
 def test_change_is_pushed_to_open_readers(nodes: Cluster) -> None:
     slow_poll = replace(patient.TOPOLOGY, poll_interval=3600)
     with (
-        topology_of(nodes.nodes[:1], options=patient.TOPOLOGY) as writer,
+        topology_of(nodes.nodes[:1]) as writer,
         topology_of(nodes.nodes[2:], options=slow_poll) as reader,
     ):
         reader.wait_until_ready(PATIENCE)
@@ -128,7 +128,7 @@ def test_change_is_pushed_to_open_readers(nodes: Cluster) -> None:
 
 
 def test_reader_goes_to_another_node_when_its_own_dies(harmed: Cluster) -> None:
-    with topology_of(harmed) as topology:
+    with topology_of(harmed, options=None) as topology:
         epoch = topology.set_policy(Policy("before", "^never$", 1)).epoch
         for victim in harmed.nodes[:2]:
             victim.kill()
@@ -138,11 +138,11 @@ def test_reader_goes_to_another_node_when_its_own_dies(harmed: Cluster) -> None:
 
 
 def test_reader_whose_node_has_no_replica_of_the_log_finds_one(harmed: Cluster) -> None:
-    with topology_of(harmed) as topology:
+    with topology_of(harmed, options=None) as topology:
         state = topology.set_policy(Policy("known", "^never$", 1))
     fourth = harmed.add_node()
     try:
-        with topology_of([fourth]) as late:
+        with topology_of([fourth], options=None) as late:
             assert late.state == state
     finally:
         harmed.remove_node(fourth)
@@ -199,7 +199,7 @@ def test_a_log_made_again_with_as_many_records_is_another_one(nodes: Cluster) ->
     slow_poll = replace(patient.TOPOLOGY, poll_interval=3600)
     with (
         topology_of(nodes, options=slow_poll) as app,
-        topology_of(nodes, options=patient.TOPOLOGY) as operator,
+        topology_of(nodes) as operator,
     ):
         for number in range(4):  # some history
             app.set_policy(Policy(f"other-{number}", "^never$", 1))
@@ -226,7 +226,7 @@ def test_a_log_made_again_with_as_many_records_is_another_one(nodes: Cluster) ->
 def test_a_record_that_can_not_be_understood_stops_changes_until_the_log_is_replaced(
     nodes: Cluster,
 ) -> None:
-    with topology_of(nodes, options=patient.TOPOLOGY) as topology:
+    with topology_of(nodes) as topology:
         topology.set_policy(Policy("there", "^never$", 1))
         with raw_channel(nodes.nodes[0]) as channel:
             channel.confirm_delivery()
@@ -259,7 +259,7 @@ def test_the_right_to_change_maps_is_to_write_on_one_name(nodes: Cluster) -> Non
     management.call("PUT", *path, body=rights, timeout=PATIENCE)
     url = node.endpoint.amqp_url.replace("guest:guest", f"{user}:s3cret")
     try:
-        with topology_of(nodes, options=patient.TOPOLOGY) as operator:
+        with topology_of(nodes) as operator:
             state = operator.set_policy(Policy("there", "^never$", 1))
         with raw_channel(node) as channel:
             channel.confirm_delivery()
@@ -276,11 +276,37 @@ def test_the_right_to_change_maps_is_to_write_on_one_name(nodes: Cluster) -> Non
         management.call("DELETE", "users", user, timeout=PATIENCE)
 
 
+@pytest.mark.parametrize("log", ["there", "missing"])
+def test_who_may_not_reach_the_log_is_told_so_by_name(nodes: Cluster, log: str) -> None:
+    """Found by an attack: a change waited for its whole time, and then no broker was reached."""
+    node, management = nodes.nodes[0], nodes.nodes[0].management
+    user = f"stranger-{secrets.token_hex(3)}"
+    vhost = nodes.vhost if log == "there" else user
+    with topology_of(nodes) as operator:
+        operator.set_policy(Policy("there", "^never$", 1))
+    if log == "missing":
+        management.call("PUT", "vhosts", vhost, timeout=PATIENCE)
+    management.call("PUT", "users", user, body={"password": "s3cret", "tags": ""}, timeout=PATIENCE)
+    rights = dict.fromkeys(("configure", "write", "read"), "^mine$")
+    management.call("PUT", "permissions", vhost, user, body=rights, timeout=PATIENCE)
+    url = replace(node.endpoint, user=user, password="s3cret", vhost=vhost).amqp_url
+    try:
+        with (
+            Topology(url, options=patient.TOPOLOGY) as limited,
+            pytest.raises(MissingRight, match=r"'warren\.shard-maps'"),
+        ):
+            limited.set_policy(Policy("mine", "^never$", 1))
+    finally:
+        management.call("DELETE", "users", user, timeout=PATIENCE)
+        if log == "missing":
+            management.call("DELETE", "vhosts", vhost, timeout=PATIENCE)
+
+
 def test_a_start_reads_the_newest_snapshot_and_what_is_behind_it(
     nodes: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "_WORTH_A_SNAPSHOT", 5_000)
-    with topology_of(nodes, options=patient.TOPOLOGY) as topology:
+    with topology_of(nodes) as topology:
         for number in range(60):
             state = topology.set_policy(Policy("grows", "^never$", number + 1))
     records = log_records(nodes.nodes[0])
@@ -293,7 +319,7 @@ def test_a_start_reads_the_newest_snapshot_and_what_is_behind_it(
         await read_on(log, session)
 
     monkeypatch.setattr(LogFollower, "_read_on", note_start)
-    with topology_of(nodes, options=patient.TOPOLOGY) as late:
+    with topology_of(nodes) as late:
         assert late.state == state
     assert len(starts) == 1
     assert starts[0] > len(records) / 2

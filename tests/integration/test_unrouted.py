@@ -17,7 +17,6 @@ from sharding.maps.naming import shards_exchange, unrouted
 from sharding.publishing.unrouted import bring_unrouted
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.support import patient
 from tests.support.raw_amqp import Raw, RawConnection
 from tests.support.sharded import (
     connection_to,
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def topology(nodes: Cluster) -> Iterator[Topology]:
-    with topology_of(nodes, options=patient.TOPOLOGY) as running:
+    with topology_of(nodes) as running:
         yield running
 
 
@@ -89,9 +88,7 @@ def test_several_who_bring_at_once_bring_each_message_once(
     shards = shard(topology, logical)
     publish_as_a_stranger(nodes.nodes[0], logical, [(f"user-{n}", b"%d" % n) for n in range(300)])
     with ExitStack() as others:
-        processes = [
-            others.enter_context(topology_of(nodes, options=patient.TOPOLOGY)) for _ in range(4)
-        ]
+        processes = [others.enter_context(topology_of(nodes)) for _ in range(4)]
         bringing = [bring_unrouted(each, logical) for each in processes]
         assert sum(each.result(PATIENCE) for each in bringing) == 300
     assert sorted(int(body) for _, _, body in drain(nodes.nodes[0], shards)) == list(range(300))
@@ -195,7 +192,6 @@ def test_exchange_that_is_deleted_and_made_again_keeps_its_net(
     with pytest.raises(ChannelClosedByBroker):
         publish_as_a_stranger(nodes.nodes[0], logical, [("user-1", b"no exchange")])
     shards = shard(topology, logical)
-    topology.result(topology.futures.take_down(logical))  # of somebody who is late
     publish_as_a_stranger(nodes.nodes[0], logical, [("user-1", b"kept")])
     assert bring_unrouted(topology, logical).result(PATIENCE) == 1
     assert [body for _, _, body in drain(nodes.nodes[0], shards)] == [b"kept"]
@@ -224,7 +220,7 @@ def test_no_confirmed_message_is_lost_while_shards_are_made(nodes: Cluster) -> N
     thread = threading.Thread(target=publish)
     thread.start()
     try:
-        with topology_of(nodes, options=patient.TOPOLOGY) as operator:
+        with topology_of(nodes) as operator:
             shards = shard(operator, logical)
             wait_until(lambda: len(confirmed) > 50)
             end.set()

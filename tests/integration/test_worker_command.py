@@ -17,7 +17,6 @@ from sharding import Policy, Topology
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
-from tests.support import patient
 from tests.support.sharded import fresh_queue, raw_channel, topology_of
 
 pytestmark = pytest.mark.cluster
@@ -48,7 +47,7 @@ not_callable = 5
 
 @pytest.fixture(scope="module")
 def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster, options=patient.TOPOLOGY) as running:
+    with topology_of(cluster) as running:
         yield running
 
 

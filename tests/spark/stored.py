@@ -79,7 +79,7 @@ def one_stream(environment: StreamEnvironment) -> Iterator[str]:
 def sharded_queue(cluster: Cluster) -> Iterator[str]:
     """A logical queue with a shard on each node; its queues go with it."""
     logical = fresh_queue()
-    with topology_of(cluster.nodes, options=patient.TOPOLOGY) as topology:
+    with topology_of(cluster.nodes) as topology:
         topology.set_policy(Policy.exactly(logical, 1, name=logical))
         topology.ensure(logical)
         try:

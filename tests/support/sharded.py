@@ -24,8 +24,12 @@ def fresh_queue() -> str:
 
 
 def topology_of(
-    nodes: Iterable[Node], *, options: TopologyOptions | None = None, management: bool = True
+    nodes: Iterable[Node],
+    *,
+    options: TopologyOptions | None = patient.TOPOLOGY,
+    management: bool = True,
 ) -> Topology:
+    """With `options=None` it has the product's own deadlines, for what is harmed."""
     chosen = list(nodes)
     return Topology(
         *(node.endpoint.amqp_url for node in chosen),

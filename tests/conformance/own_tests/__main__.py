@@ -94,7 +94,11 @@ def aio_pika_source(folder: Path) -> Path:
 
 def pip(*arguments: str, **environment: str) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, env=os.environ | environment, check=True, stderr=subprocess.DEVNULL)
+    ended = subprocess.run(
+        command, env=os.environ | environment, check=False, stderr=subprocess.PIPE, text=True
+    )
+    if ended.returncode:
+        sys.exit(f"{' '.join(command)}\n{ended.stderr}")
 
 
 def run(suite: str, what: str, source: Path, url: str) -> None:
