@@ -227,12 +227,13 @@ def test_scrape_tells_depth_and_lag(
 
 
 def test_node_that_is_down_holds_nothing_up(
-    harmed: Cluster, caplog: pytest.LogCaptureFixture
+    harmed: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the others hold is shown, and what it holds is away.
 
     The log tells who leads now instead.
     """
+    monkeypatch.setenv("WARREN_ANSWER_TIMEOUT", "5")  # as it is for those who do not say
     caplog.set_level("INFO", logger="warren")
     name, logical = "invoices", "images"
     node = harmed.nodes[0]
