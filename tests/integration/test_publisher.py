@@ -483,7 +483,7 @@ def test_what_was_not_sent_waits_for_the_node_and_keeps_its_order(harmed: Cluste
             publisher.publish(keys[number % 5], b"%d" % number)
         assert publisher.flush(timeout=0.2).pending == 200
         victim.restart()
-        report = publisher.flush(timeout=30)
+        report = publisher.flush(timeout=PATIENCE)
     assert report == Report(stored=200)
     assert [int(b) for b in bodies(harmed, routing)[shard_on(routing, victim)]] == list(range(300))
 
@@ -498,12 +498,12 @@ def test_publish_to_a_dead_shard_through_a_living_node_is_not_stored_and_suspect
     moved = [replace(s, node=gate.name) if s.name == shard else s for s in routing.map.shards]
     routing.map = replace(routing.map, shards=tuple(moved))
     key = next(keys_of(routing, shard))
-    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=5) as publisher:
+    with ShardedPublisher(routing, routing.map.logical, confirm_timeout=PATIENCE) as publisher:
         publisher.publish(key, b"before")
         assert publisher.flush().stored == 1
         home.kill()
         publisher.publish(key, b"after")
-        report = publisher.flush(timeout=10)
+        report = publisher.flush(timeout=PATIENCE)
     # 3.10 takes queues on dead nodes out of the routes; 4.0 nacks.
     expected = Outcome.UNROUTABLE if chosen_version == "3.10" else Outcome.UNKNOWN
     assert failures(report) == {1: expected}

@@ -85,11 +85,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[BROKERS].close()
 
 
-def pytest_runtest_logstart() -> None:
-    _meter.read()
-
-
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
+    _meter.read()
     _recent.lines.clear()
 
 

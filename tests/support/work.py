@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.cluster import folders, processes
 
-_EVERY = 3.0
+_EVERY = 10.0
 
 
 def done_here() -> float:
