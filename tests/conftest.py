@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Generator, Iterator
@@ -140,6 +141,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaves_nothing_open() -> Iterator[None]:
+    """A socket or file that was not closed is an error of its own module, and not of whichever
+    one happens to run when it is collected."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

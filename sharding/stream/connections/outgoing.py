@@ -34,6 +34,7 @@ class Outgoing:
         self._clock = clock
         self._writing = threading.Lock()
         self._posted: deque[memoryview] = deque()
+        self._ended = False
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
         """Write the buffers as one, after anyone else's."""
@@ -49,7 +50,7 @@ class Outgoing:
             self._transport.shut_down()
             raise
         finally:
-            self._writing.release()
+            self._done_writing()
         # What the reading thread could not write because of us. If that is late, ours is written.
         while self._posted and self._writing.acquire(blocking=False):
             try:
@@ -57,7 +58,7 @@ class Outgoing:
             except TryLater:
                 return
             finally:
-                self._writing.release()
+                self._done_writing()
 
     def post(self, frame: bytes) -> None:
         """Write a frame now or soon, without waiting."""
@@ -73,7 +74,7 @@ class Outgoing:
                 if not self._write_some_posted():
                     return
             finally:
-                self._writing.release()
+                self._done_writing()
 
     @property
     def waits_to_flush(self) -> bool:
@@ -81,13 +82,17 @@ class Outgoing:
         return bool(self._posted) and not self._writing.locked()
 
     def close(self, timeout: float) -> None:
-        """Close the transport when no thread writes to it any more."""
+        """Close the transport when no thread writes to it any more; one that still does so when the
+        time is up closes it."""
+        self._ended = True
         self._transport.shut_down()
         if self._writing.acquire(timeout=timeout):
-            try:
-                self._transport.close()
-            finally:
-                self._writing.release()
+            self._done_writing()
+
+    def _done_writing(self) -> None:
+        if self._ended:
+            self._transport.close()
+        self._writing.release()
 
     def _write_some_posted(self) -> bool:
         """Whether all of it was written."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
@@ -224,3 +226,44 @@ def test_an_answer_that_is_late_is_no_failure_of_who_wrote_before_it() -> None:
     sending = Outgoing(transport, HandClock())
     sending.send([b"own"], deadline=0)
     assert sending.waits_to_flush
+
+
+class Slow:
+    """A transport that is in the middle of a write until it is let go."""
+
+    keeps_what_it_refused: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.writing, self.let_go, self.closed = (threading.Event() for _ in range(3))
+
+    def receive_into(self, buffer: memoryview) -> int | None:  # noqa: ARG002
+        return None
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        self.writing.set()
+        assert self.let_go.wait(PATIENCE)
+        assert not self.closed.is_set()
+        return sum(map(len, buffers))
+
+    def wait(self, timeout: float, **_: bool) -> bool:  # noqa: ARG002
+        return True
+
+    def shut_down(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_a_socket_that_is_still_written_to_is_closed_by_who_writes() -> None:
+    """Else it stayed open until it was collected."""
+    transport = Slow()
+    sending = Outgoing(transport)
+    with ThreadPoolExecutor() as threads:
+        writing = threads.submit(sending.send, [b"x"], time.monotonic() + PATIENCE)
+        assert transport.writing.wait(PATIENCE)
+        sending.close(timeout=0)
+        assert not transport.closed.is_set()
+        transport.let_go.set()
+        writing.result(PATIENCE)
+    assert transport.closed.is_set()
