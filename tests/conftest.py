@@ -90,6 +90,12 @@ def _is_twin(item: pytest.Item, chosen: str) -> bool:
     return None in versions or (runs_on != chosen and runs_on in versions)
 
 
+def pytest_collection_finish() -> None:
+    """Thousands of tests stay until the end: no collection of garbage need look at them again."""
+    gc.collect()
+    gc.freeze()
+
+
 class _Order:
     """Comes after pytest has put tests together that share a parameter of a module."""
 
