@@ -6,8 +6,8 @@ VERSION ?= 4.0
 RUN := .venv/bin/
 # How tests are dealt out: tests/support/scheduling.py. ONLY=groups runs those with `groups` in the
 # name of their folder, file or function.
-# Six at a time on two cores: most of a test's time is waiting for a broker.
-PYTEST := $(RUN)pytest --numprocesses 6 --durations 15 --durations-min 5 $(if $(ONLY),-k '$(ONLY)')
+# Five at a time on two cores: most of a test's time is waiting for a broker.
+PYTEST := $(RUN)pytest --numprocesses 5 --durations 15 --durations-min 5 $(if $(ONLY),-k '$(ONLY)')
 
 .PHONY: demo unit test test-all lint matrix bench fuzz own-tests zip up down status checked brokers ready
 

@@ -32,6 +32,7 @@ from sharding.cluster.provisioner import net
 from sharding.doctor.checks import judge_exchanges
 from sharding.maps.naming import shards_exchange, unrouted
 from tests.cluster import Cluster, wait_until
+from tests.cluster.pool import Pool
 from tests.cluster.waiting import PATIENCE
 from tests.conformance.callers import CALLERS, Publication
 from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
@@ -141,34 +142,39 @@ def test_what_was_published_while_a_manager_ended_half_way_is_brought_by_the_nex
 
 
 def test_what_can_not_be_brought_is_not_tried_at_each_look(
-    cluster: Cluster, topology: Topology, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, broker_version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images = shard(topology, fresh_queue())
-    tried: list[str] = []
-    whole = maps._bring
+    """In a virtual host of its own, as who watches looks after all names that there are."""
+    with (
+        pool.shared("healthy", broker_version, "alone") as cluster,
+        topology_of(cluster) as topology,
+    ):
+        images = shard(topology, fresh_queue())
+        tried: list[str] = []
+        whole = maps._bring
 
-    def bring(topology: Topology, logical: str) -> int:
-        tried.append(logical)
-        return whole(topology, logical)
+        def bring(topology: Topology, logical: str) -> int:
+            tried.append(logical)
+            return whole(topology, logical)
 
-    looks = iter(range(5))
-    monkeypatch.setattr(maps, "_bring", bring)
-    monkeypatch.setattr(maps, "connected", lambda *_: nullcontext(topology))
-    monkeypatch.setattr(
-        maps, "time", SimpleNamespace(sleep=lambda _: next(looks, None) is None and sys.exit())
-    )
-    with raw_channel(cluster.nodes[1]) as raw:
-        raw.confirm_delivery()
-        raw.basic_publish(images.logical, names(images)[0], b"would be stored twice")
-        raw.basic_publish(images.logical, "user-1", b"brought")
-    with pytest.raises(SystemExit):
-        maps.watch()
-    assert 1 <= tried.count(images.logical) < 5
-    found = drain(cluster.nodes[0], [*names(images), unrouted(images.logical)])
-    assert found == [
-        (images.shard_of("user-1").name, "user-1", b"brought"),
-        (unrouted(images.logical), names(images)[0], b"would be stored twice"),
-    ]
+        looks = iter(range(5))
+        monkeypatch.setattr(maps, "_bring", bring)
+        monkeypatch.setattr(maps, "connected", lambda *_: nullcontext(topology))
+        monkeypatch.setattr(
+            maps, "time", SimpleNamespace(sleep=lambda _: next(looks, None) is None and sys.exit())
+        )
+        with raw_channel(cluster.nodes[1]) as raw:
+            raw.confirm_delivery()
+            raw.basic_publish(images.logical, names(images)[0], b"would be stored twice")
+            raw.basic_publish(images.logical, "user-1", b"brought")
+        with pytest.raises(SystemExit):
+            maps.watch()
+        assert 1 <= tried.count(images.logical) < 5
+        found = drain(cluster.nodes[0], [*names(images), unrouted(images.logical)])
+        assert found == [
+            (images.shard_of("user-1").name, "user-1", b"brought"),
+            (unrouted(images.logical), names(images)[0], b"would be stored twice"),
+        ]
 
 
 def test_a_robust_channel_makes_no_exchange_that_leads_nowhere(

@@ -2,8 +2,9 @@
 
 Tests of a group share what is costly or can be had once: all that harm nodes, as there is one
 cluster for that; all of Spark, as a JVM serves them; otherwise those of a module. Groups are dealt
-out to the processes of a run in the order here: what harms nodes waits much and works little, so
-it begins first, beside what needs no broker; Spark is long, so it comes next.
+out to the processes of a run in the order here, the longest first, so that none is left over while
+the other processes have nothing to do: what harms nodes and Spark, then what needs brokers, by the
+number of its tests. It waits more than it works; what only works fills the rest.
 
 Only the processes that run tests know them (and their fixtures), so they write down which test is
 of which group for the one that deals them out.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
 
@@ -22,15 +24,21 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tests.cluster.pool import Pool
 
-_FIRST = ("harm", "unit", "property", "spark")
+_FIRST = ("harm", "spark")
+_LAST = ("property", "unit")
 
 
 def in_order(items: list[pytest.Item], pool: Pool) -> None:
     """Sort tests by their groups, and write these down."""
 
-    def rank(item: pytest.Item) -> int:
-        first = _group(item).partition("/")[0]
-        return _FIRST.index(first) if first in _FIRST else len(_FIRST)
+    tests = Counter(map(_group, items))
+
+    def rank(item: pytest.Item) -> tuple[int, int, str]:
+        group = _group(item)
+        part = group.partition("/")[0]
+        if part in _FIRST:
+            return _FIRST.index(part), 0, group
+        return len(_FIRST) + (part in _LAST), -tests[group], group
 
     items.sort(key=rank)
     written = pool.folder / f"groups-{secrets.token_hex(4)}"
