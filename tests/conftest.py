@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -23,6 +24,10 @@ from tests.support.scheduling import ByGroup, in_order
 from tests.support.spark_home import spark_home
 
 OLDEST_VERSION = "3.10"
+KEPT_BY_SPARK = {
+    "spark.write.targets": ("_links", "_topologies"),
+    "spark.process": ("_environments",),
+}
 
 # JVMs of tests live for a minute: compiling for speed would take half of their time on the CPU.
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
@@ -152,8 +157,15 @@ def _printable(text: str) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def leaves_nothing_open() -> Iterator[None]:
     """A socket or file that was not closed is an error of its own module, and not of whichever
-    one happens to run when it is collected."""
+    one happens to run when it is collected.
+
+    What Spark's tasks leave would try for ever to reach a virtual host that has gone.
+    """
     yield
+    for module, names in KEPT_BY_SPARK.items():
+        if module in sys.modules:
+            for name in names:
+                getattr(sys.modules[module], name).close_all()
     gc.collect()
 
 

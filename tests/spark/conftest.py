@@ -16,8 +16,6 @@ pytest.importorskip("pyspark")
 from pyspark.sql import SparkSession
 
 from sharding.stream.environment import StreamEnvironment
-from spark import process
-from spark.write import targets
 from tests.cluster import Cluster
 from tests.spark.stored import environment_of
 from tests.support.priority import first_in_line
@@ -79,14 +77,6 @@ def environment(cluster: Cluster) -> Iterator[StreamEnvironment]:
     """A client of the cluster beside Spark, to make streams and to look at them."""
     with environment_of(cluster) as made:
         yield made
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_outlives_its_virtual_host() -> Iterator[None]:
-    """What this process keeps between tasks would try for ever to reach a cluster that has gone."""
-    yield
-    for kept in (targets._links, targets._topologies, process._environments):
-        kept.close_all()
 
 
 @contextmanager
