@@ -7,7 +7,9 @@ it. Deadlines are the caller's, with `asyncio.timeout`.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,18 +30,22 @@ from sharding.amqp.received import ReceivedProperties, read_frame
 from sharding.errors import RemoteError, Unreachable, reason
 
 _DROP_TIMEOUT = 1.0
+INSTANCE = "instance"
+"""The client property by which a connection is told from all others."""
 
 
 class Session:
     """One open connection. `lost` is done when it is closed, for whatever reason."""
 
     def __init__(
-        self, connection: AsyncioConnection, lost: asyncio.Future[str], where: str
+        self, connection: AsyncioConnection, lost: asyncio.Future[str], where: str, instance: str
     ) -> None:
         self._connection = connection
         self.lost = lost
         self.where = where
         """The address that was dialled, as `host:port`."""
+        self.instance = instance
+        """What the broker knows this connection by, and nobody else has."""
 
     @classmethod
     async def open(cls, parameters: pika.ConnectionParameters, timeout: float) -> Session:
@@ -47,6 +53,9 @@ class Session:
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[None] = loop.create_future()
         lost: asyncio.Future[str] = loop.create_future()
+        instance = secrets.token_hex(8)
+        parameters = copy.copy(parameters)
+        parameters.client_properties = {**(parameters.client_properties or {}), INSTANCE: instance}
 
         def failed(_: Any, error: BaseException | str) -> None:
             settle(lost, said_by_pika(error))
@@ -69,7 +78,7 @@ class Session:
         except BaseException:  # cancelled: nobody else will close the socket
             await _drop(connection, lost)
             raise
-        return cls(connection, lost, _where(parameters))
+        return cls(connection, lost, _where(parameters), instance)
 
     @property
     def is_open(self) -> bool:
@@ -101,6 +110,12 @@ class Session:
         finally:
             if not self.lost.done():
                 await _drop(self._connection, self.lost)
+
+    @property
+    def cluster_name(self) -> str:
+        """What the broker calls its cluster: its first node, unless somebody gave it a name."""
+        said = (self._connection.server_properties or {}).get("cluster_name", b"")
+        return said.decode("utf-8", "replace") if isinstance(said, bytes) else str(said)
 
     async def reply_token(self) -> str:
         """What tells the connected node from others: see `Node.reply_token`.

@@ -19,14 +19,16 @@ from typing import Any
 import pika
 
 from sharding.amqp.addresses import connection_parameters, same_but_at
-from sharding.amqp.session import ACCESS_REFUSED, Declared, Refused, Session
+from sharding.amqp.session import Declared, Refused, Session
 from sharding.backoff import Backoff
 from sharding.cluster.management import ClusterView
+from sharding.cluster.nodes import ClusterNodes
 from sharding.cluster.stream_log import Listener, LogFollower
 from sharding.errors import MissingRight, RemoteError, Unreachable, WarrenError, reason
 from sharding.maps.map_log import State
+from sharding.maps.membership import names_of
 from sharding.maps.planning import Member
-from sharding.maps.shard_map import Address, Node, Shard, ShardMap
+from sharding.maps.shard_map import Node, Shard, ShardMap
 
 logger = logging.getLogger("warren.topology")
 _BACKOFF = Backoff(first=0.4, longest=5.0)
@@ -76,6 +78,7 @@ class ControlPlane:
         self.view = view
         self._has_log = has_log
         self.options = options
+        self._nodes = ClusterNodes(view, self.given, options.answer_timeout, self.known_nodes)
         self.log = LogFollower(on_change)
         self.session: Session | None = None
         self.validated_at: float | None = None
@@ -155,6 +158,9 @@ class ControlPlane:
                 await self.log.attach(session)
                 await self.log.catch_up(self.options.connect_timeout)
         except BaseException as error:
+            if self.view and not self.view.is_believed:  # they may know nodes that have the log
+                with suppress(RemoteError, TimeoutError):
+                    await self.prove(session)
             await session.close()
             if isinstance(error, TimeoutError) and self.log.refused is not None:
                 raise self.log.refused from None  # says more than that nothing came
@@ -240,10 +246,10 @@ class ControlPlane:
         only such a node must find others.
         """
         given = _random.sample(self.given, len(self.given))
-        nodes = self._known_nodes()
-        if self.view and self.problem != _NOT_TRIED:
+        nodes = self.known_nodes()
+        if self.view.is_believed and self.problem != _NOT_TRIED:
             with suppress(Exception):
-                nodes += [member.node for member in await self.members()]
+                nodes += [member.node for member in await self._nodes.seen()]
         known = [parameters for node in nodes for parameters in self.parameters_for(node)]
         places = {(parameters.host, parameters.port): parameters for parameters in [*given, *known]}
         return [places[place] for place in sorted(places, key=lambda place: place in self._failed)]
@@ -281,43 +287,9 @@ class ControlPlane:
 
     async def members(self) -> list[Member]:
         """The nodes of the cluster, from the management API, else those at the addresses given."""
-        if self.view:
-            tls = self.given[0].ssl_options is not None
-            return await asyncio.to_thread(self.view.members, tls)
-        return await self._members_by_token()
+        return await self._nodes.members(await self.connected(unless_denied=True))
 
-    async def _members_by_token(self) -> list[Member]:
-        """The nodes that the maps know and those at the addresses given, told apart by token."""
-        nodes = {node.name: node for node in self._known_nodes()}
-        by_token = {node.reply_token: node for node in nodes.values() if node.reply_token}
-        members = {name: Member(node, running=False) for name, node in nodes.items()}
-        known = [place for node in nodes.values() for place in self.parameters_for(node)]
-        places = {(place.host, place.port): place for place in [*self.given, *known]}
-        for (host, port), parameters in places.items():
-            try:
-                token = await self._token_at(parameters)
-            except (RemoteError, TimeoutError) as error:
-                if isinstance(error, Refused) and error.code == ACCESS_REFUSED:
-                    raise  # it runs, and nobody may take it for one that is down
-                continue
-            node = by_token.get(token)
-            if node is None:
-                name = f"rabbit@{host}"
-                if name in members:  # several nodes on one host
-                    name = f"rabbit-{port}@{host}"
-                node = by_token[token] = Node(name, (Address(str(host), int(port)),), token)
-            members[node.name] = Member(node, running=True)
-        return [members[name] for name in sorted(members)]
-
-    async def _token_at(self, parameters: pika.ConnectionParameters) -> str:
-        session = await Session.open(parameters, self.options.answer_timeout)
-        try:
-            async with asyncio.timeout(self.options.answer_timeout):
-                return await session.reply_token()
-        finally:
-            await session.close()
-
-    def _known_nodes(self) -> list[Node]:
+    def known_nodes(self) -> list[Node]:
         return [node for shard_map in self.log.state.maps.values() for node in shard_map.nodes]
 
     def _note_problem(self, error: Exception) -> None:
@@ -325,11 +297,16 @@ class ControlPlane:
         if not isinstance(error, WarrenError | TimeoutError | OSError):
             logger.exception("the control plane failed, and tries again")
 
+    async def prove(self, session: Session) -> None:
+        """Find out which management APIs are of the cluster that this connection is on."""
+        async with asyncio.timeout(self.options.management_timeout + self.options.answer_timeout):
+            await self._nodes.prove(session)
+
     async def _watch_nodes(self) -> None:
         silent = 0
         while True:
             try:
-                members = await self.members()
+                down = await self._down_now()
             except Exception as error:  # see _follow
                 logger.debug("the management API does not answer: %s", error)
                 silent += 1
@@ -337,8 +314,29 @@ class ControlPlane:
                     self.down_nodes = set()
             else:
                 silent = 0
-                self._note_down({member.name for member in members if not member.running})
+                self._note_down(down)
             await asyncio.sleep(self.options.watch_interval)
+
+    async def _down_now(self) -> set[str]:
+        """The nodes that are down, under all names that maps have for them.
+
+        Bad news is believed only of who is proved to see what this process sees: to a node that is
+        cut off all others are down.
+        """
+        session = self.session
+        if session is not None and session is not self._nodes.proved_on:
+            await self.prove(session)
+        down = await self._said_down()
+        if down - self.down_nodes:
+            async with asyncio.timeout(self.options.answer_timeout):
+                session = await self.connected()
+            await self.prove(session)
+            down = await self._said_down()
+        return down
+
+    async def _said_down(self) -> set[str]:
+        seen = await self._nodes.seen()
+        return names_of([member for member in seen if not member.running], self.known_nodes())
 
     def _note_down(self, down: set[str]) -> None:
         for name in sorted(down - self.down_nodes):

@@ -73,6 +73,14 @@ class TopologyFutures:
         """Done when the log has been read to its end."""
         return self._start(self._refresh(), timeout)
 
+    def proved(self) -> Future[None]:
+        """Done when it is known which management APIs are this cluster's."""
+        options = self._plane.options
+        return self._start(self._proved(), options.start_timeout + options.management_timeout)
+
+    async def _proved(self) -> None:
+        await self._plane.prove(await self._plane.connected(unless_denied=True))
+
     def consumer_counts(self, shards: Iterable[str]) -> Future[dict[str, int | None]]:
         return self._start(self._plane.consumer_counts(list(shards)), self._answer_timeout)
 

@@ -9,6 +9,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -18,7 +19,9 @@ import pika.channel
 import pika.exceptions
 
 from sharding.amqp.addresses import checked_parts
+from sharding.amqp.session import INSTANCE
 from sharding.errors import RemoteError
+from sharding.maps.membership import token_of_node, voted
 from sharding.maps.planning import Member
 from sharding.maps.shard_map import Address, Node
 
@@ -107,22 +110,36 @@ _EVERYWHERE = {"", "::", "0.0.0.0", "0:0:0:0:0:0:0:0"}
 
 
 class ClusterView:
-    """The management API of whichever node answers."""
+    """The management APIs of one cluster: which nodes there are, and what each of them knows.
+
+    Who changes maps by what they say has them proved first (`believe`): an API may be another
+    cluster's, where nodes may even have the same names, or that of a node that is cut off.
+    """
 
     def __init__(self, apis: Sequence[Management], timeout: float = 5.0) -> None:
-        self._apis = list(apis)
+        self.apis = tuple(apis)
         self._timeout = timeout
+        self._believed = self.apis
+        self._preferred: Management | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._apis)
+        return bool(self.apis)
+
+    @property
+    def is_believed(self) -> bool:
+        return bool(self._believed)
+
+    def believe(self, apis: Iterable[Management]) -> None:
+        """Ask these from now on, and no others."""
+        self._believed = tuple(apis)
 
     def ask(
         self, method: str, *path: str, body: object = None, timeout: float | None = None
     ) -> Any:
         """One question to the first API that answers; a refusal with a status is an answer."""
         timeout = self._timeout if timeout is None else timeout
-        problem: NoAnswer | None = None
-        for api in list(self._apis):
+        problem = NoAnswer("no management API is known to be of this cluster")
+        for api in sorted(self._believed, key=lambda api: api is not self._preferred):
             try:
                 answer = api.call(method, *path, body=body, timeout=timeout)
             except NoAnswer as error:
@@ -130,14 +147,52 @@ class ClusterView:
                     raise
                 problem = error
                 continue
-            self._prefer(api)
+            self._preferred = api
             return answer
-        raise problem or NoAnswer("no management URL is given")
+        raise problem
 
     def members(self, tls: bool = False) -> list[Member]:
-        overview = self.ask("GET", "overview")
-        nodes = self.ask("GET", "nodes")
+        """The nodes, by what most of the APIs say; `NoAnswer` if none of them answers."""
+        problem = NoAnswer("no management API is known to be of this cluster")
+        reports = []
+        with ThreadPoolExecutor(max_workers=max(len(self._believed), 1)) as threads:
+            for asked in [threads.submit(self._report, api, tls) for api in self._believed]:
+                try:
+                    reports.append(asked.result())
+                except NoAnswer as error:
+                    problem = error
+        if not reports:
+            raise problem
+        return voted(reports)
+
+    def _report(self, api: Management, tls: bool) -> list[Member]:
+        overview = api.get("overview", timeout=self._timeout)
+        nodes = api.get("nodes", timeout=self._timeout)
         return members_from(nodes, overview.get("listeners", []), tls)
+
+    def knows_queue(self, api: Management, vhost: str, queue: str) -> bool | None:
+        """Whether an API sees a queue; None if it may not be asked for it."""
+        try:
+            api.get("queues", vhost, queue, timeout=self._timeout)
+        except NoAnswer as error:
+            if error.status == 404:
+                return False
+            if error.status is not None and error.status < 500:
+                return None
+            raise
+        return True
+
+    def knows_connection(self, api: Management, vhost: str, instance: str) -> bool:
+        """Whether an API lists a connection of ours, which tells it some seconds late."""
+        try:
+            listed = api.get("vhosts", vhost, "connections", timeout=self._timeout)
+        except NoAnswer as error:
+            if error.status is not None and error.status < 500:
+                return False
+            raise
+        return any(
+            (each.get("client_properties") or {}).get(INSTANCE) == instance for each in listed
+        )
 
     def version(self) -> tuple[int, ...]:
         text = self.ask("GET", "overview")["rabbitmq_version"]
@@ -153,10 +208,6 @@ class ClusterView:
             raise
         return str(found["node"]) if found.get("node") else None
 
-    def _prefer(self, api: Management) -> None:
-        # A new one, not changed in place: several threads ask at once.
-        self._apis = [api, *(each for each in self._apis if each is not api)]
-
 
 def members_from(
     nodes: Iterable[Mapping[str, Any]], listeners: Iterable[Mapping[str, Any]], tls: bool = False
@@ -169,7 +220,7 @@ def members_from(
     }
     return [
         Member(
-            Node(node["name"], found.get(node["name"], ())),
+            Node(node["name"], found.get(node["name"], ()), token_of_node(node["name"])),
             running=bool(node.get("running")),
             drained=node.get("being_drained"),
         )

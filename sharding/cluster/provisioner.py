@@ -47,6 +47,7 @@ from sharding.errors import (
     reason,
 )
 from sharding.maps.map_log import MAP, POLICY, Entry, State
+from sharding.maps.membership import known_as, token_of, token_of_node
 from sharding.maps.naming import (
     REFUSED,
     SHARDS_KEY,
@@ -57,7 +58,7 @@ from sharding.maps.naming import (
 )
 from sharding.maps.planning import Member, next_map, wanted_shards
 from sharding.maps.policy import Policy, policy_for
-from sharding.maps.shard_map import Shard, ShardMap
+from sharding.maps.shard_map import Node, Shard, ShardMap
 
 logger = logging.getLogger("warren.manager")
 
@@ -102,6 +103,7 @@ class Manager:
         self._sharded: str | None = None
         self._made_again = False
         self._kept = 0
+        self._names: dict[str, str] = {}
 
     async def ensure(
         self, logical: str, found: Sequence[Shard] = (), *, only_sharded: bool = False
@@ -144,8 +146,14 @@ class Manager:
             raise InvalidInput(
                 "logical queue", "must match a policy; set one with 'warren policy set'", logical
             )
-        members = await self._plane.members()
-        existing = [*(current.shards if current else ()), *found]
+        nodes = [*(current.nodes if current else ()), *self._plane.known_nodes()]
+        members = known_as(await self._plane.members(), nodes)
+        self._names = {token_of(member.node): member.name for member in members}
+        existing = [
+            *(current.shards if current else ()),
+            *(replace(shard, node=self._called(shard.node)) for shard in found),
+        ]
+        members += await self._said_to_have_left(members, existing, nodes)
         shards = wanted_shards(logical, policy, members, existing)
         known = {shard.name: shard for shard in existing}
         session = await self._plane.connected()
@@ -162,6 +170,25 @@ class Manager:
         exchange = await self._open_exchange(session, logical, policy, current)
         members = [await self._as_seen(member, member.name in tokens) for member in members]
         return next_map(logical, policy, members, placed, tokens, current, exchange)
+
+    async def _said_to_have_left(
+        self, members: Sequence[Member], existing: Sequence[Shard], nodes: Sequence[Node]
+    ) -> list[Member]:
+        """Nodes that are no members by what is said, though shards of theirs answer: they stay."""
+        here = {member.name for member in members}
+        lost = {shard.name: shard.node for shard in existing if shard.node not in here}
+        if not lost:
+            return []
+        seen = await self._plane.look_at(lost)
+        names = sorted({node for shard, node in lost.items() if seen.get(shard) is not None})
+        for name in names:
+            self._note(f"node {name!r} is said to have left, but its shards answer: they stay")
+        known = {node.name: node for node in reversed(nodes)}
+        return [Member(known.get(name, Node(name)), running=True, drained=None) for name in names]
+
+    def _called(self, node: str) -> str:
+        """The name by which a node is known here, of which the broker has told the true one."""
+        return self._names.get(token_of_node(node), node)
 
     def _check_understood(self, logical: str, state: State) -> None:
         """Make nothing by half of the log: a policy that can't be read may be the one in force."""
@@ -275,7 +302,17 @@ class Manager:
                 self._note(f"{error}; {lacks if unmade else 'its shards are left as they are'}")
                 continue
             try:
-                tokens[member.name] = await session.reply_token()
+                token = await session.reply_token()
+                if member.node.reply_token not in (None, token):
+                    self._note(
+                        f"{session.where} leads to another node than {member.name}, whose shards "
+                        "are left as they are: an address of the node's own is needed"
+                    )
+                    for shard in own:
+                        if shard.name not in known:
+                            del placed[shard.name]
+                    continue
+                tokens[member.name] = token
                 await _make_refusing(session, refusing(member.name))
                 for shard in own:
                     placed[shard.name] = await self._place_one(
@@ -393,7 +430,8 @@ class Manager:
         """The node that a shard lives on; None where nobody can tell."""
         if self._plane.view:
             with suppress(NoAnswer):
-                return await asyncio.to_thread(self._plane.view.queue_node, self._vhost, shard.name)
+                node = await asyncio.to_thread(self._plane.view.queue_node, self._vhost, shard.name)
+                return node if node is None else self._called(node)
         return None
 
     def _note(self, text: str) -> None:

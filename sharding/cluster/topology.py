@@ -263,14 +263,20 @@ class Topology:
     def find_shards(self, logical: str) -> FoundShards:
         """The queues in the broker that are named as shards of `logical`, the plugin's say."""
         check_logical_name(logical)
+        self._prove_management()
         return find_shards(self._view, self.vhost, logical)
 
     def find_sharded(self) -> Sharded:
         """The names that are sharded by what is in the broker, whatever the log says."""
+        self._prove_management()
         queues, bindings = (
             self._view.ask("GET", kind, self.vhost) for kind in ("queues", "bindings")
         )
         return sharded_names(queues, bindings)
+
+    def _prove_management(self) -> None:
+        options = self.options
+        self._wait(self.futures.proved(), options.start_timeout + options.management_timeout)
 
     def take_in(self, file: StateFile) -> int:
         """Put a file's policies and maps into a new log; how many were not there yet."""
