@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
@@ -67,6 +67,7 @@ class Given:
     answer_timeout: float = 5.0
     """A node that is down must not hold up what the others say. Brokers take 3 s to refuse a
     password."""
+    trusted_hosts: list[str] = field(default_factory=list)
 
 
 given = Given()
@@ -84,6 +85,15 @@ def warren(
             help="Seconds that a broker may take to connect, and to answer one question.",
         ),
     ] = Given.answer_timeout,
+    trusted_host: Annotated[
+        list[str],
+        typer.Option(
+            "--trusted-host",
+            envvar="WARREN_TRUSTED_HOSTS",
+            show_envvar=True,
+            help="Hosts that may get the login though only a map names them: *.example.com.",
+        ),
+    ] = [],  # noqa: B006
     version: Annotated[  # noqa: ARG001 - its callback prints it
         bool,
         typer.Option(
@@ -93,6 +103,7 @@ def warren(
 ) -> None:
     """Many RabbitMQ queues on many nodes behave as one."""
     given.answer_timeout = answer_timeout
+    given.trusted_hosts = trusted_host
 
 
 def print_table(columns: tuple[str, ...], rows: list[dict[str, object]]) -> None:
@@ -136,4 +147,5 @@ def topology_options() -> TopologyOptions:
         management_timeout=each,
         start_timeout=max(usual.start_timeout, each),
         change_timeout=max(usual.change_timeout, 2 * each),
+        trusted_hosts=given.trusted_hosts,
     )

@@ -24,6 +24,7 @@ from sharding.backoff import Backoff
 from sharding.cluster.management import ClusterView
 from sharding.cluster.nodes import ClusterNodes
 from sharding.cluster.stream_log import Listener, LogFollower
+from sharding.cluster.trust import Trust
 from sharding.errors import MissingRight, RemoteError, Unreachable, WarrenError, reason
 from sharding.maps.map_log import State
 from sharding.maps.membership import names_of
@@ -36,6 +37,7 @@ _random = random.Random()  # its own, so that nobody else's sequence of numbers 
 
 _NOT_TRIED = "not connected yet"
 _SILENT_LOOKS = 3
+_LEARN_TIMEOUT = 1.0
 # Wrong credentials, and a virtual host that is missing or closed to the user.
 _DENIALS = ("ACCESS_REFUSED", "NOT_ALLOWED")
 
@@ -61,6 +63,10 @@ class TopologyOptions:
     """How often a shard that is away is tried again."""
     change_timeout: float = 30.0
     """How long a change of policies or maps may take, races included."""
+    trusted_hosts: Sequence[str] = ()
+    """Hosts that may get this process's login though only a map names them: `*.example.com`. Those
+    of the URLs, and those that the cluster's management API confirms, may anyway; so may those of
+    maps that are given to `Topology` itself, if no host is named here."""
 
 
 class ControlPlane:
@@ -78,7 +84,12 @@ class ControlPlane:
         self.view = view
         self._has_log = has_log
         self.options = options
-        self._nodes = ClusterNodes(view, self.given, options.answer_timeout, self.known_nodes)
+        # Fixed maps are the user's own word, unless told otherwise.
+        named = options.trusted_hosts or (() if has_log else ("*",))
+        self._trust = Trust([str(each.host) for each in self.given], named)
+        self._nodes = ClusterNodes(
+            view, self.given, options.answer_timeout, self.known_nodes, self._trust
+        )
         self.log = LogFollower(on_change)
         self.session: Session | None = None
         self.validated_at: float | None = None
@@ -91,6 +102,7 @@ class ControlPlane:
         self._connected = asyncio.Event()
         self._failed: set[tuple[str, int]] = set()
         self._reached: set[str] = set()
+        self._served_elsewhere: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -157,6 +169,7 @@ class ControlPlane:
             async with asyncio.timeout(self.options.connect_timeout):
                 await self.log.attach(session)
                 await self.log.catch_up(self.options.connect_timeout)
+            await self._learn_addresses(session)
         except BaseException as error:
             if self.view and not self.view.is_believed:  # they may know nodes that have the log
                 with suppress(RemoteError, TimeoutError):
@@ -166,6 +179,17 @@ class ControlPlane:
                 raise self.log.refused from None  # says more than that nothing came
             raise
         return session
+
+    async def _learn_addresses(self, session: Session) -> None:
+        """Ask the management API where nodes listen before anybody wants to reach them.
+
+        It is not waited for long; `_watch_nodes` asks it again.
+        """
+        if self.view:
+            with suppress(RemoteError, TimeoutError):
+                async with asyncio.timeout(_LEARN_TIMEOUT):
+                    await self._nodes.prove(session)
+                    await self._nodes.seen()
 
     async def _serve(self, session: Session) -> None:
         """Keep the map fresh over this connection until it is lost or stops answering."""
@@ -255,7 +279,27 @@ class ControlPlane:
         return [places[place] for place in sorted(places, key=lambda place: place in self._failed)]
 
     def parameters_for(self, node: Node) -> list[pika.ConnectionParameters]:
-        return [same_but_at(self.given[0], each.host, each.port) for each in node.addresses]
+        """How to reach a node: at its own addresses, or else through a node that may be reached."""
+        own = self._own_addresses(node)
+        if own or not node.addresses:
+            return own
+        if node.name not in self._served_elsewhere:
+            self._served_elsewhere.add(node.name)
+            logger.warning(
+                "node %s is reached through the brokers at the URLs given: only a map says that it "
+                "listens at %s, and no login goes where only a map points. Name a URL of it, "
+                "management_urls, or TopologyOptions(trusted_hosts=…)",
+                node.name,
+                ", ".join(map(str, node.addresses)),
+            )
+        return _random.sample(self.given, len(self.given))
+
+    def _own_addresses(self, node: Node) -> list[pika.ConnectionParameters]:
+        return [
+            same_but_at(self.given[0], each.host, each.port)
+            for each in node.addresses
+            if self._trust.allows(each)
+        ]
 
     async def open_at(self, node: Node) -> Session:
         """A connection of its own to one node, for work that must be done there."""
@@ -263,17 +307,20 @@ class ControlPlane:
         for parameters in self.parameters_for(node):
             try:
                 session = await Session.open(parameters, self.options.connect_timeout)
-                self._reached.add(node.name)
-                return session
             except Unreachable as error:
                 problem = str(error)
+                continue
+            if node.name not in self._served_elsewhere:
+                self._reached.add(node.name)
+            return session
         raise Unreachable(f"{node.name}: {problem}")
 
     async def refuses(self, node: Node) -> bool:
         """Whether a node refuses everybody at the ports where this process was let in before."""
-        if node.name not in self._reached or not node.addresses:
+        addresses = [each for each in node.addresses if self._trust.allows(each)]
+        if node.name not in self._reached or not addresses:
             return False
-        for address in node.addresses:
+        for address in addresses:
             try:
                 async with asyncio.timeout(self.options.answer_timeout):
                     _, writer = await asyncio.open_connection(address.host, address.port)

@@ -18,6 +18,7 @@ import pika
 from sharding.amqp.addresses import same_but_at
 from sharding.amqp.session import ACCESS_REFUSED, Refused, Session
 from sharding.cluster.management import ClusterView, Management, NoAnswer
+from sharding.cluster.trust import Trust
 from sharding.errors import RemoteError
 from sharding.maps.membership import name_for, token_of
 from sharding.maps.planning import Member
@@ -39,11 +40,13 @@ class ClusterNodes:
         given: Sequence[pika.ConnectionParameters],
         answer_timeout: float,
         known: Callable[[], list[Node]],
+        trust: Trust,
     ) -> None:
         self._view = view
         self._given = given
         self._answer_timeout = answer_timeout
         self._known = known
+        self._trust = trust
         self._strangers: set[str] = set()
         self.proved_on: Session | None = None
         """The connection on which it was last found out which APIs are believed."""
@@ -60,7 +63,9 @@ class ClusterNodes:
     async def seen(self) -> list[Member]:
         """What the believed APIs say."""
         tls = self._given[0].ssl_options is not None
-        return await asyncio.to_thread(self._view.members, tls)
+        members = await asyncio.to_thread(self._view.members, tls)
+        self._trust.confirm(each for member in members for each in member.node.addresses)
+        return members
 
     async def prove(self, session: Session) -> None:
         """Find out which APIs are of the cluster that this connection is on.
@@ -135,16 +140,20 @@ class ClusterNodes:
         return False
 
     async def _by_token(self) -> list[Member]:
-        """The nodes that the maps know and those at the addresses given, told apart by token."""
+        """The nodes that the maps know and those at the addresses given, told apart by token.
+
+        Of a node that only maps know, and which is not asked therefore, nothing is known.
+        """
         by_token: dict[str, Node] = {}
         for node in self._known():
             by_token.setdefault(token_of(node), node)
         members = {node.name: Member(node, running=False) for node in by_token.values()}
-        known = [
-            same_but_at(self._given[0], each.host, each.port)
-            for node in by_token.values()
-            for each in node.addresses
-        ]
+        known = []
+        for node in by_token.values():
+            trusted = [each for each in node.addresses if self._trust.allows(each)]
+            known += [same_but_at(self._given[0], each.host, each.port) for each in trusted]
+            if node.addresses and not trusted:
+                members[node.name] = Member(node, running=True, drained=None)
         places = {(place.host, place.port): place for place in [*self._given, *known]}
         for (host, port), parameters in places.items():
             try:

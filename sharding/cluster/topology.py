@@ -197,11 +197,10 @@ class Topology:
     # Nodes and shards
 
     def connection_parameters(self, node: str) -> Sequence[pika.ConnectionParameters]:
-        for shard_map in self.state.maps.values():
-            for known in shard_map.nodes:
-                if known.name == node and known.addresses:
-                    return self._plane.parameters_for(known)
-        return []
+        maps = self.state.maps.values()
+        known = [each for found in maps for each in found.nodes if each.name == node]
+        addresses = dict.fromkeys(address for each in known for address in each.addresses)
+        return self._plane.parameters_for(Node(node, tuple(addresses))) if known else []
 
     def consumer_counts(self, shards: Iterable[str]) -> dict[str, int | None]:
         """Consumers of each shard now; None where it did not answer, left out where it is gone."""

@@ -12,6 +12,7 @@
 | `compression` | `none` | of sub-entry batches: `gzip`, `snappy`, `lz4`, `zstd` |
 | `subEntryMessages` | 0; 100 with a compression | how many messages share an entry |
 | `amqpUri` | `amqp://localhost:5672` | of queue shards: addresses of one cluster, without a login |
+| `trustedHosts` | none | hosts of other nodes, `*.example.com`, that may get the login too |
 | `through` | `exchange` | of queue shards: `default` is cheaper, and consumers see it |
 | `maxUnconfirmed` | 50000; queues 2000 | how many messages may be on their way at once |
 | `confirmTimeout` | `30s` | for the broker's word on one message |
@@ -45,7 +46,7 @@ _CODECS: dict[str, Codec] = {
 }  # fmt: skip
 _KINDS: tuple[Kind, ...] = ("superStream", "stream", "queue")
 _ONLY_STREAMS = ("filterColumn", "compression", "subEntryMessages", "maxTaskBytes")
-_ONLY_QUEUES = ("amqpUri", "through")
+_ONLY_QUEUES = ("amqpUri", "through", "trustedHosts")
 _SPARKS_OWN = ("checkpointLocation", "path", "queryName")  # it hands all of a query's options on
 _DEFAULT_AMQP = "amqp://localhost:5672"
 STREAM_OWNERS = "ownShards"
@@ -73,6 +74,7 @@ class WriteOptions:
     compression: Codec = "none"
     sub_entry_messages: int | None = None
     amqp_uris: tuple[str, ...] = (_DEFAULT_AMQP,)
+    trusted_hosts: tuple[str, ...] = ()
     through: Through = "exchange"
     max_unconfirmed: int = 50_000
     confirm_timeout: float = 30.0
@@ -118,6 +120,7 @@ class WriteOptions:
             compression=compression,
             sub_entry_messages=sub_entries,
             amqp_uris=_amqp_uris(values),
+            trusted_hosts=values.names("trustedHosts"),
             through=values.choice("through", _THROUGH, "exchange"),
             max_unconfirmed=values.whole(
                 "maxUnconfirmed", 2_000 if kind == "queue" else 50_000, least=1

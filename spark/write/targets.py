@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
+from urllib.parse import urlsplit
 
 import pika
 
 from interceptors import Batch, ShardedPublisher
-from sharding.cluster.topology import Topology
+from sharding.cluster.topology import Topology, TopologyOptions
 from sharding.errors import InvalidInput
 from sharding.maps.shard_map import ShardKind, ShardMap
 from sharding.stream.errors import StreamNotFound
@@ -51,10 +52,10 @@ def parse(options: Mapping[str, str]) -> tuple[ConnectOptions, WriteOptions]:
 def resolve(connect: ConnectOptions, options: WriteOptions) -> Target:
     """Ask the cluster for the target; an error if it is not there."""
     if options.kind == "queue":
-        from spark.write.targets import Broker, map_of
+        from spark.write.targets import broker_of, map_of
 
         with without_secrets(connect.credentials):
-            shard_map = map_of(options.name, Broker(options.amqp_uris, connect.credentials))
+            shard_map = map_of(options.name, broker_of(connect, options))
         return Target(map_text=shard_map.dumps())
     with environment(connect) as found:
         if options.kind == "superStream":
@@ -98,12 +99,12 @@ def sender_to(
 def _queue_sender(
     connect: ConnectOptions, options: WriteOptions, target: Target | None
 ) -> Iterator[Sender]:
-    from spark.write.targets import Broker, QueueSender, link
+    from spark.write.targets import QueueSender, broker_of, link
 
     text = None if target is None else target.map_text
     if text is None:
         text = resolve(connect, options).map_text or ""
-    broker = Broker(options.amqp_uris, connect.credentials)
+    broker = broker_of(connect, options)
     with without_secrets(connect.credentials), link(options, broker, text) as lent:
         yield QueueSender(lent.publisher.batch(), options)
 
@@ -231,6 +232,13 @@ class Broker:
 
     uris: tuple[str, ...]
     credentials: Credentials
+    trusted_hosts: tuple[str, ...] = ()
+
+    def topology(self, maps: Iterable[ShardMap] | None = None) -> Topology:
+        # A map that was read from the log is not the user's own word for the hosts in it.
+        hosts = (*(str(urlsplit(uri).hostname) for uri in self.uris), *self.trusted_hosts)
+        options = TopologyOptions(trusted_hosts=hosts)
+        return Topology(*self.urls(), maps=maps, options=options)
 
     def urls(self) -> list[str]:
         login = self.credentials.login()
@@ -256,6 +264,10 @@ class Link:
     def close(self) -> None:
         self.publisher.close(CLOSE_TIMEOUT)
         self.topology.close(CLOSE_TIMEOUT)
+
+
+def broker_of(connect: ConnectOptions, options: WriteOptions) -> Broker:
+    return Broker(options.amqp_uris, connect.credentials, options.trusted_hosts)
 
 
 def map_of(logical: str, broker: Broker) -> ShardMap:
@@ -327,7 +339,7 @@ def basic_properties(properties: Fields | None, headers: Fields | None) -> pika.
 
 def _connect(key: PublisherKey) -> Link:
     shard_map = ShardMap.loads(key.map_text)
-    topology = Topology(*key.broker.urls(), maps=[shard_map])
+    topology = key.broker.topology([shard_map])
     try:
         publisher = ShardedPublisher(
             topology,
@@ -349,7 +361,7 @@ def _is_spoilt(_: BaseException) -> bool:
 
 _links: ProcessCache[PublisherKey, Link] = ProcessCache(_connect, Link.close, _is_spoilt)
 _topologies: ProcessCache[Broker, Topology] = ProcessCache(
-    lambda broker: Topology(*broker.urls()),
+    Broker.topology,
     lambda topology: topology.close(CLOSE_TIMEOUT),
     lambda error: not isinstance(error, InvalidInput),
 )
