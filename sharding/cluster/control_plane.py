@@ -181,11 +181,12 @@ class ControlPlane:
         return session
 
     async def _learn_addresses(self, session: Session) -> None:
-        """Ask the management API where nodes listen before anybody wants to reach them.
-
-        It is not waited for long; `_watch_nodes` asks it again.
+        """Ask the management API where nodes listen before anybody wants to reach them, if only
+        maps say so. It is not waited for long; `_watch_nodes` asks it again.
         """
-        if self.view:
+        if self.view and not all(
+            self._trust.allows(each) for node in self.known_nodes() for each in node.addresses
+        ):
             with suppress(RemoteError, TimeoutError):
                 async with asyncio.timeout(_LEARN_TIMEOUT):
                     await self._nodes.prove(session)

@@ -8,8 +8,9 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -21,7 +22,7 @@ import pika.exceptions
 from sharding.amqp.addresses import checked_parts
 from sharding.amqp.session import INSTANCE
 from sharding.errors import RemoteError
-from sharding.maps.membership import token_of_node, voted
+from sharding.maps.membership import token_of, token_of_node, voted
 from sharding.maps.planning import Member
 from sharding.maps.shard_map import Address, Node
 
@@ -151,19 +152,33 @@ class ClusterView:
             return answer
         raise problem
 
-    def members(self, tls: bool = False) -> list[Member]:
-        """The nodes, by what most of the APIs say; `NoAnswer` if none of them answers."""
+    def members(self, tls: bool = False, known: Iterable[Node] = ()) -> list[Member]:
+        """The nodes; `NoAnswer` if none of the APIs answers.
+
+        Good news, that all `known` nodes are there and run, one API may tell: none should have more
+        to do than it must. Of bad news counts what most of them say.
+        """
+        waiting = sorted(self._believed, key=lambda api: api is not self._preferred)
         problem = NoAnswer("no management API is known to be of this cluster")
-        reports = []
-        with ThreadPoolExecutor(max_workers=max(len(self._believed), 1)) as threads:
-            for asked in [threads.submit(self._report, api, tls) for api in self._believed]:
-                try:
-                    reports.append(asked.result())
-                except NoAnswer as error:
-                    problem = error
-        if not reports:
-            raise problem
-        return voted(reports)
+        while waiting:
+            api = waiting.pop(0)
+            try:
+                report = self._report(api, tls)
+            except NoAnswer as error:
+                problem = error
+                continue
+            self._preferred = api
+            here = {token_of(member.node) for member in report if member.running}
+            if len(here) == len(report) and here.issuperset(map(token_of, known)):
+                return report
+            return voted([report, *self._reports(waiting, tls)])
+        raise problem
+
+    def _reports(self, apis: Sequence[Management], tls: bool) -> Iterator[list[Member]]:
+        with ThreadPoolExecutor(max_workers=max(len(apis), 1)) as threads:
+            for asked in [threads.submit(self._report, api, tls) for api in apis]:
+                with suppress(NoAnswer):
+                    yield asked.result()
 
     def _report(self, api: Management, tls: bool) -> list[Member]:
         overview = api.get("overview", timeout=self._timeout)

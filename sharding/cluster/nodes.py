@@ -63,7 +63,7 @@ class ClusterNodes:
     async def seen(self) -> list[Member]:
         """What the believed APIs say."""
         tls = self._given[0].ssl_options is not None
-        members = await asyncio.to_thread(self._view.members, tls)
+        members = await asyncio.to_thread(self._view.members, tls, self._known())
         self._trust.confirm(each for member in members for each in member.node.addresses)
         return members
 

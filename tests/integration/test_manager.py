@@ -192,10 +192,10 @@ def test_node_without_a_known_address_is_told_of_and_gets_its_shards_next_time(
     logical, joining = fresh_queue(), cluster.nodes[2]
     whole = ClusterView.members
 
-    def without_its_listeners(view: ClusterView, tls: bool = False) -> list[Member]:
+    def without_its_listeners(view: ClusterView, *asked: Any) -> list[Member]:
         return [
             Member(SeenNode(each.name), each.running) if each.name == joining.name else each
-            for each in whole(view, tls)
+            for each in whole(view, *asked)
         ]
 
     with topology_of(cluster) as topology:
