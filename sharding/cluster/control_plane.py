@@ -37,6 +37,8 @@ _random = random.Random()  # its own, so that nobody else's sequence of numbers 
 
 _NOT_TRIED = "not connected yet"
 _SILENT_LOOKS = 3
+_LOOKS_LEFT_OUT = 6
+"""For each one that is made while no management API is believed or answers."""
 _LEARN_TIMEOUT = 1.0
 # Wrong credentials, and a virtual host that is missing or closed to the user.
 _DENIALS = ("ACCESS_REFUSED", "NOT_ALLOWED")
@@ -363,7 +365,8 @@ class ControlPlane:
             else:
                 silent = 0
                 self._note_down(down)
-            await asyncio.sleep(self.options.watch_interval)
+            looks = 1 if silent <= _SILENT_LOOKS else _LOOKS_LEFT_OUT
+            await asyncio.sleep(looks * self.options.watch_interval)
 
     async def _down_now(self) -> set[str]:
         """The nodes that are down, under all names that maps have for them.

@@ -10,7 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -183,7 +183,8 @@ class ClusterView:
     def _report(self, api: Management, tls: bool) -> list[Member]:
         overview = api.get("overview", timeout=self._timeout)
         nodes = api.get("nodes", timeout=self._timeout)
-        return members_from(nodes, overview.get("listeners", []), tls)
+        with _read_as_an_answer(api):
+            return members_from(nodes, overview.get("listeners", []), tls)
 
     def knows_queue(self, api: Management, vhost: str, queue: str) -> bool | None:
         """Whether an API sees a queue; None if it may not be asked for it."""
@@ -205,9 +206,9 @@ class ClusterView:
             if error.status is not None and error.status < 500:
                 return False
             raise
-        return any(
-            (each.get("client_properties") or {}).get(INSTANCE) == instance for each in listed
-        )
+        with _read_as_an_answer(api):
+            properties = (each.get("client_properties") or {} for each in listed)
+            return any(each.get(INSTANCE) == instance for each in properties)
 
     def version(self) -> tuple[int, ...]:
         text = self.ask("GET", "overview")["rabbitmq_version"]
@@ -222,6 +223,16 @@ class ClusterView:
                 return None
             raise
         return str(found["node"]) if found.get("node") else None
+
+
+@contextmanager
+def _read_as_an_answer(api: Management) -> Iterator[None]:
+    """Whatever answers at a URL may be something else."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{api.url} answers as no management API does: {type(error).__name__}: {error}"
+        raise NoAnswer(what) from None
 
 
 def members_from(

@@ -28,6 +28,7 @@ logger = logging.getLogger("warren.topology")
 
 # A node may hear of a queue a moment after who made it, and of a connection some seconds later.
 _LOOKS_FOR_QUEUE = (0.0, 0.1, 0.2, 0.4, 0.8)
+_EXPIRES_MS = 60_000
 _LOOKS_FOR_CONNECTION = (0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
@@ -61,9 +62,13 @@ class ClusterNodes:
         return await self._by_token()
 
     async def seen(self) -> list[Member]:
-        """What the believed APIs say."""
+        """What the believed APIs say; if none of them says anything, others may be proved."""
         tls = self._given[0].ssl_options is not None
-        members = await asyncio.to_thread(self._view.members, tls, self._known())
+        try:
+            members = await asyncio.to_thread(self._view.members, tls, self._known())
+        except NoAnswer:
+            self.proved_on = None
+            raise
         self._trust.confirm(each for member in members for each in member.node.addresses)
         return members
 
@@ -72,18 +77,28 @@ class ClusterNodes:
 
         `NoAnswer` if none of them is, but some did not answer.
         """
-        self._view.believe(())
-        self.proved_on = None
-        async with self._probe(session) as queue:
-            asked = (self._knows(api, queue, session) for api in self._view.apis)
-            answers = await asyncio.gather(*asked, return_exceptions=True)
+        try:
+            async with self._probe(session) as queue:
+                asked = (self._knows(api, queue, session) for api in self._view.apis)
+                answers = await asyncio.gather(*asked, return_exceptions=True)
+            believed = self._judged(answers, session)
+        except BaseException:
+            self._view.believe(())
+            self.proved_on = None
+            raise
+        self._view.believe(believed)
+        self.proved_on = session
+
+    def _judged(
+        self, answers: Sequence[bool | BaseException], session: Session
+    ) -> list[Management]:
         silent = None
         believed = []
         for api, answer in zip(self._view.apis, answers, strict=True):
-            if isinstance(answer, BaseException):
-                if not isinstance(answer, NoAnswer):
-                    raise answer
+            if isinstance(answer, NoAnswer):
                 silent = answer
+            elif isinstance(answer, BaseException):
+                raise answer
             elif answer:
                 believed.append(api)
                 self._strangers.discard(api.url)
@@ -96,10 +111,9 @@ class ClusterNodes:
                     api.url,
                     session.where,
                 )
-        self._view.believe(believed)
         if not believed and silent is not None:
             raise silent
-        self.proved_on = session
+        return believed
 
     @asynccontextmanager
     async def _probe(self, session: Session) -> AsyncIterator[str | None]:
@@ -110,7 +124,8 @@ class ClusterNodes:
         try:
             try:
                 async with asyncio.timeout(self._answer_timeout):
-                    queue = (await channel.declare("", exclusive=True)).name
+                    expiring = {"x-expires": _EXPIRES_MS}  # should this be ended in between
+                    queue = (await channel.declare("", exclusive=True, arguments=expiring)).name
             except Refused as error:
                 if error.code != ACCESS_REFUSED:
                     raise
