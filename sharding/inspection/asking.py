@@ -26,7 +26,7 @@ from sharding.maps.naming import unrouted
 from sharding.maps.shard_map import Shard, ShardMap
 from sharding.metrics.sources import Sample
 from sharding.stream import StreamEnvironment
-from sharding.stream.consumer.probe import Ends
+from sharding.stream.consumer.probe import PROBE_NAME, Ends
 from sharding.stream.errors import StreamNotFound
 
 MOST_AT_ONCE = 16
@@ -217,10 +217,12 @@ def _listed(api: ClusterView, vhost: str, timeout: float) -> list[Listed] | None
 
 
 def listed_from(consumers: Iterable[Mapping[str, Any]]) -> list[Listed]:
-    return [
+    """Those of applications: a look at the ends of a stream, ours too, is none."""
+    listed = (
         Listed(str(each["queue"]["name"]), str((each.get("properties") or {}).get("name", "")))
         for each in consumers
-    ]
+    )
+    return [each for each in listed if each.group != PROBE_NAME]
 
 
 class Watched:

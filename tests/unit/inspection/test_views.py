@@ -16,7 +16,7 @@ from sharding.inspection import GroupView, ShardState, ShardView, View, Watched
 from sharding.inspection.asking import Listed, listed_from, shard_view, view_of
 from sharding.inspection.views import ViewKind, lag, samples_of_view
 from sharding.metrics.sources import Sample
-from sharding.stream.consumer.probe import Ends
+from sharding.stream.consumer.probe import PROBE_NAME, Ends
 from tests.support.maps import queue_map
 
 MAP = queue_map("ab")
@@ -94,6 +94,12 @@ def test_consumers_are_listed_with_and_without_a_name() -> None:
     queue = {"name": "s", "vhost": "/"}
     answers = [{"queue": queue, "properties": {"name": "audit"}}, {"queue": queue}]
     assert listed_from(answers) == [Listed("s", "audit"), Listed("s", "")]
+
+
+def test_a_look_at_a_stream_s_ends_is_no_consumer() -> None:
+    """It was counted, and shown as a group that lags by the whole stream."""
+    queue = {"name": "s", "vhost": "/"}
+    assert listed_from([{"queue": queue, "properties": {"name": PROBE_NAME}}]) == []
 
 
 def test_table_has_a_column_for_each_group_and_says_what_is_away() -> None:
