@@ -78,7 +78,7 @@ def start(cluster: Cluster, folder: Path, *arguments: str) -> subprocess.Popen[s
     environment = {
         **os.environ,
         "PYTHONPATH": str(PROJECT),
-        "WARREN_URL": cluster.nodes[0].endpoint.amqp_url,
+        "WARREN_URL": " ".join(node.endpoint.amqp_url for node in cluster),
     }
     command = [
         sys.executable,
