@@ -47,7 +47,7 @@ from sharding.cluster.provisioner import net
 from sharding.cluster.topology import Topology
 from sharding.errors import OutcomeUnknown
 from sharding.maps.shard_map import Route, ShardMap
-from sharding.metrics.sources import Subject
+from sharding.metrics.names import Subject
 from sharding.outcomes import PUBLISHING_COUNTED
 
 logger = logging.getLogger("warren.channel")

@@ -29,7 +29,7 @@ from interceptors.rules import Placement, Returned, Stray
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, OutcomeUnknown, WarrenError
 from sharding.maps.shard_map import Shard, ShardMap
-from sharding.metrics.sources import Subject
+from sharding.metrics.names import Subject
 from sharding.outcomes import PUBLISHING_COUNTED
 from sharding.publishing.addressing import addressed, headers_to
 

@@ -34,7 +34,7 @@ from sharding.cluster.provisioner import net
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, OutcomeUnknown
 from sharding.maps.shard_map import Route, ShardMap
-from sharding.metrics.sources import Subject
+from sharding.metrics.names import Subject
 from sharding.publishing.addressing import Encoded, addressed
 
 logger = logging.getLogger("warren.channel")

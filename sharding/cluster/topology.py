@@ -35,7 +35,7 @@ from sharding.maps.naming import check_logical_name
 from sharding.maps.policy import Policy, policy_for
 from sharding.maps.shard_map import Node, ShardMap
 from sharding.maps.state_file import StateFile, left_to_take_in, with_next
-from sharding.metrics.sources import Subject
+from sharding.metrics.names import Subject
 
 logger = logging.getLogger("warren.topology")
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """Consumer groups: any number of workers share all shards of a logical queue or a super stream.
 
 `handling` runs handlers, `sharing` decides who holds what, `queues` and `streams` read. It may
-import `publishing`, `stream`, `cluster`, `amqp`, `maps`, `metrics.sources`, `backoff` and
+import `publishing`, `stream`, `cluster`, `amqp`, `maps`, `metrics.names`, `backoff` and
 `errors`.
 """
 

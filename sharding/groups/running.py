@@ -19,7 +19,7 @@ from sharding.groups.handling.tasks import HandlerTasks
 from sharding.groups.handling.threads import Handler, HandlerThreads
 from sharding.groups.log import logger
 from sharding.groups.options import GroupOptions
-from sharding.metrics.sources import Subject
+from sharding.metrics.names import Subject
 
 OnFailure = Callable[[BaseException], object]
 _TELLER = "warren-on-failure"

@@ -24,7 +24,7 @@ from sharding.inspection.views import (
 )
 from sharding.maps.naming import unrouted
 from sharding.maps.shard_map import Shard, ShardMap
-from sharding.metrics.sources import Sample
+from sharding.metrics.names import Sample
 from sharding.stream import StreamEnvironment
 from sharding.stream.consumer.probe import PROBE_NAME, Ends
 from sharding.stream.errors import StreamNotFound

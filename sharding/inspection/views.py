@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from sharding.metrics.sources import Sample
+from sharding.metrics.names import Sample
 
 
 class ShardState(StrEnum):

@@ -1,6 +1,6 @@
 """Figures for Prometheus: what is counted under which name, and the server that shows it.
 
-`sources` is pure and imports `errors` only, so everything may count. `prometheus` needs the extra
+`names` is pure and imports `errors` only, so everything may count. `prometheus` needs the extra
 `metrics`; it is loaded when it is first asked for.
 """
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sharding.errors import InvalidInput, LocalError
-from sharding.metrics.sources import Sample, Source, added_up, samples_of
+from sharding.metrics.names import Sample, Source, added_up, samples_of
 
 try:
     from prometheus_client import CollectorRegistry, start_http_server

@@ -41,7 +41,7 @@ from sharding.errors import InvalidInput, LocalError, ShardUnavailable, TryLater
 from sharding.maps.naming import MAX_NAME_BYTES
 from sharding.maps.shard_map import ShardKind, ShardMap
 from sharding.maps.slots import Key
-from sharding.metrics.sources import Subject
+from sharding.metrics.names import Subject
 from sharding.outcomes import Outcome, Report, Result, Tally
 from sharding.publishing.addressing import Encoded
 from sharding.publishing.io_thread import IoThread, OutgoingMessage, wire

@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
 from sharding.errors import InvalidInput
-from sharding.metrics.sources import Subject
+from sharding.metrics.names import Subject
 from sharding.stream.admin import Administration, SuperStreamsOverAmqp
 from sharding.stream.connections.access import Access
 from sharding.stream.connections.background import Recovery

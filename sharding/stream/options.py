@@ -11,7 +11,7 @@ from typing import Literal
 from sharding.errors import InvalidInput
 from sharding.stream.messages import codecs
 from sharding.stream.messages.codecs import Compression
-from sharding.stream.producer.publish_frames import MAX_RECORDS
+from sharding.stream.producer.publish_entries import MAX_RECORDS
 from sharding.stream.protocol.constants import (
     FIRST,
     LAST,

@@ -12,7 +12,7 @@ import pytest
 
 from sharding.stream import Compression, Limits, ProtocolError, StreamEnvironment
 from sharding.stream.messages.message import encode_data
-from sharding.stream.producer import publish_frames
+from sharding.stream.producer import publish_entries
 from sharding.stream.protocol.commands import DeclarePublisher, publish_header
 from sharding.stream.protocol.constants import MIB
 from tests.cluster import Cluster, wait_until
@@ -50,8 +50,8 @@ class Confirmed:
 
 def publish_packed(environment: StreamEnvironment, stream: str, frames: Sequence[int]) -> None:
     """So many sub-entry batches in each frame: larger ones than a producer of ours makes."""
-    records = publish_frames.message_records([encode_data(BODY)] * IN_A_BATCH)
-    packed = bytes(publish_frames.sub_entry(records, IN_A_BATCH, 1, Compression.GZIP))
+    records = publish_entries.message_records([encode_data(BODY)] * IN_A_BATCH)
+    packed = bytes(publish_entries.sub_entry(records, IN_A_BATCH, 1, Compression.GZIP))
     client, confirmed = environment._locator.connect(PATIENCE), Confirmed()
     number = client.attach_publisher(confirmed, stream)
     client.call(DeclarePublisher(number, None, stream), PATIENCE)

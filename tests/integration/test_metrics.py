@@ -18,7 +18,7 @@ from interceptors.pika_callback import AsyncShardedChannel
 from sharding import Policy, metrics
 from sharding.cluster.topology import Topology
 from sharding.groups import ConsumerGroup, StreamConsumerGroup
-from sharding.metrics.sources import Source
+from sharding.metrics.names import Source
 from sharding.stream import StreamEnvironment
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE

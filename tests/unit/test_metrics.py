@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sharding import InvalidInput, LocalError, metrics
-from sharding.metrics.sources import METRICS, Sample, Subject, added_up, samples_of
+from sharding.metrics.names import METRICS, Sample, Subject, added_up, samples_of
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 

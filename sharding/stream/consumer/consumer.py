@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sharding.errors import InvalidInput, WarrenError
-from sharding.metrics.sources import Subject
+from sharding.metrics.names import Subject
 from sharding.stream.connections.access import Access
 from sharding.stream.consumer.data_loss import is_stray, without_gap
 from sharding.stream.consumer.inbox import Inbox, Lane, Taken

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from sharding.callers import Caller
 from sharding.stream.messages.codecs import Compression
-from sharding.stream.producer import publish_frames
-from sharding.stream.producer.publish_frames import Entries
+from sharding.stream.producer import publish_entries
+from sharding.stream.producer.publish_entries import Entries
 from sharding.stream.protocol.commands import publish_header
 
 
@@ -136,7 +136,7 @@ class Batch:
 
     def frames(self, publisher_id: int, frame_max: int) -> Iterator[tuple[bytes, Entries]]:
         """Publish frames, each as header and entries, of all from the first unsettled one on."""
-        room = publish_frames.room_for_entries(frame_max)
+        room = publish_entries.room_for_entries(frame_max)
         for part in self._parts(room):
             content = self._entries(part)
             yield publish_header(publisher_id, len(part), len(content), self.version), content
@@ -171,10 +171,10 @@ class Batch:
         """Which entries go into each frame."""
         first = self.settled
         left = len(self.ids) - first
-        overhead = publish_frames.ENTRY_OVERHEAD + publish_frames.DATA_OVERHEAD
+        overhead = publish_entries.ENTRY_OVERHEAD + publish_entries.DATA_OVERHEAD
         if self.groups is None and self.filters is None and self.size + left * overhead <= room:
             return [range(first, len(self.ids))]
-        parts = publish_frames.cut(
+        parts = publish_entries.cut(
             [self._entry_size(entry) for entry in range(first, len(self.ids))], room
         )
         return [range(part.start + first, part.stop + first) for part in parts]
@@ -184,15 +184,15 @@ class Batch:
         if self.groups is not None:
             group = self.groups[entry]
             records = sum(map(len, self.messages[group.start : group.stop]))
-            overhead = publish_frames.RECORD_OVERHEAD + (
-                publish_frames.DATA_OVERHEAD if self.plain else 0
+            overhead = publish_entries.RECORD_OVERHEAD + (
+                publish_entries.DATA_OVERHEAD if self.plain else 0
             )
-            return publish_frames.SUB_ENTRY_OVERHEAD + records + len(group) * overhead
-        size = len(self.messages[entry]) + publish_frames.ENTRY_OVERHEAD
+            return publish_entries.SUB_ENTRY_OVERHEAD + records + len(group) * overhead
+        size = len(self.messages[entry]) + publish_entries.ENTRY_OVERHEAD
         if self.plain:
-            size += publish_frames.DATA_OVERHEAD
+            size += publish_entries.DATA_OVERHEAD
         if self.filters is not None:
-            size += publish_frames.FILTER_OVERHEAD + len(self.filters[entry] or b"")
+            size += publish_entries.FILTER_OVERHEAD + len(self.filters[entry] or b"")
         return size
 
     def _entries(self, part: range) -> Entries:
@@ -203,18 +203,18 @@ class Batch:
         whole = stop - start == len(self.messages)
         messages = self.messages if whole else self.messages[start:stop]
         if self.filters is not None:
-            return publish_frames.filtered_entries(messages, ids, self.filters[start:stop])
+            return publish_entries.filtered_entries(messages, ids, self.filters[start:stop])
         if self.plain:
-            return publish_frames.data_entries(messages, ids)
-        return publish_frames.message_entries(messages, ids)
+            return publish_entries.data_entries(messages, ids)
+        return publish_entries.message_entries(messages, ids)
 
     def _shared_entry(self, group: range, publishing_id: int) -> Entries:
         messages = self.messages[group.start : group.stop]
         if len(group) == 1 and self.compression is Compression.NONE:
-            alone = publish_frames.data_entries if self.plain else publish_frames.message_entries
+            alone = publish_entries.data_entries if self.plain else publish_entries.message_entries
             return alone(messages, [publishing_id])
-        records = publish_frames.data_records if self.plain else publish_frames.message_records
-        return publish_frames.sub_entry(
+        records = publish_entries.data_records if self.plain else publish_entries.message_records
+        return publish_entries.sub_entry(
             records(messages), len(group), publishing_id, self.compression
         )
 

@@ -37,16 +37,16 @@ from dataclasses import replace
 from sharding.callers import Caller, SharedBatch
 from sharding.errors import InvalidInput
 from sharding.maps.slots import Key
-from sharding.metrics.sources import Subject
+from sharding.metrics.names import Subject
 from sharding.outcomes import Outcome, Report, Tally
 from sharding.stream.connections.background import Recovery
 from sharding.stream.messages.amqp_values import AmqpValue
 from sharding.stream.messages.message import Body, Properties, encoded, with_key
 from sharding.stream.options import ProducerOptions
-from sharding.stream.producer import publish_frames
+from sharding.stream.producer import publish_entries
 from sharding.stream.producer.partition_writer import MAX_RESULTS, PartitionWriter, Shared
 from sharding.stream.producer.partitioning import BrokerRoutes, PartitionFunction, Targets
-from sharding.stream.producer.publish_frames import filter_bytes
+from sharding.stream.producer.publish_entries import filter_bytes
 from sharding.stream.producer.publishing import Connections, Leaders, Publishers
 from sharding.stream.producer.window import Load
 
@@ -375,7 +375,7 @@ class Producer:
 
     def _check_size(self, writer: PartitionWriter, load: Load) -> None:
         largest = writer.window.largest_message - (
-            publish_frames.DATA_OVERHEAD if load.plain else 0
+            publish_entries.DATA_OVERHEAD if load.plain else 0
         )
         if load.longest > largest:
             rule = f"must fit into a frame, so have {largest} bytes at most; raise frame_max"

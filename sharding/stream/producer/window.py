@@ -20,7 +20,7 @@ from sharding.errors import InvalidInput
 from sharding.stream.messages.codecs import Compression
 from sharding.stream.messages.message import encode_data
 from sharding.stream.options import ProducerOptions
-from sharding.stream.producer import publish_frames
+from sharding.stream.producer import publish_entries
 from sharding.stream.producer.outbox import Batch, Failing, Outbox, Owned, count_of
 
 MAX_PUBLISHING_ID = 2**63 - 1
@@ -136,9 +136,9 @@ class Pending:
         ids: Sequence[int] = self.ids or range(self._next_id, self._next_id + len(self.messages))
         groups = None
         if most := self._options.sub_entry_messages:
-            room = min(publish_frames.room_for_entries(frame_max), publish_frames.MAX_ENTRY_BYTES)
+            room = min(publish_entries.room_for_entries(frame_max), publish_entries.MAX_ENTRY_BYTES)
             sizes = list(map(len, self.messages))
-            groups = publish_frames.groups(sizes, most, room, self.plain)
+            groups = publish_entries.groups(sizes, most, room, self.plain)
             ids = array("Q", [ids[group.stop - 1] for group in groups])
         return Batch(
             self.messages,
@@ -193,11 +193,11 @@ class Window:
     def largest_message(self) -> int:
         """How many bytes an encoded message may have, its filter value included."""
         overhead = (
-            publish_frames.SUB_ENTRY_OVERHEAD + publish_frames.RECORD_OVERHEAD
+            publish_entries.SUB_ENTRY_OVERHEAD + publish_entries.RECORD_OVERHEAD
             if self._options.compression is not Compression.NONE
-            else publish_frames.ENTRY_OVERHEAD + publish_frames.FILTER_OVERHEAD
+            else publish_entries.ENTRY_OVERHEAD + publish_entries.FILTER_OVERHEAD
         )
-        return publish_frames.room_for_entries(self.frame_max) - overhead
+        return publish_entries.room_for_entries(self.frame_max) - overhead
 
     def room(self) -> int:
         """How many more messages may come; 0 if there are enough, or enough bytes."""
@@ -211,7 +211,7 @@ class Window:
         room = self._room_in_bytes()
         if sum(map(len, part.messages)) <= room:
             return part
-        return part.part(0, publish_frames.cut(list(map(len, part.messages)), room)[0].stop)
+        return part.part(0, publish_entries.cut(list(map(len, part.messages)), room)[0].stop)
 
     def refresh(self) -> None:
         """Set the quick bounds again, after anything changed but a quick addition."""
@@ -224,7 +224,7 @@ class Window:
         self.quick_messages = min(options.batch_messages, room) - 1
         self.quick_bytes = min(
             options.batch_bytes,
-            self.largest_message - publish_frames.DATA_OVERHEAD,
+            self.largest_message - publish_entries.DATA_OVERHEAD,
             options.max_unconfirmed_bytes - outbox.size,
         )
 

@@ -15,7 +15,7 @@ from sharding.cli.inspect import as_table, as_tree, heading, views
 from sharding.inspection import GroupView, ShardState, ShardView, View, Watched
 from sharding.inspection.asking import Listed, listed_from, shard_view, view_of
 from sharding.inspection.views import ViewKind, lag, samples_of_view
-from sharding.metrics.sources import Sample
+from sharding.metrics.names import Sample
 from sharding.stream.consumer.probe import PROBE_NAME, Ends
 from tests.support.maps import queue_map
 

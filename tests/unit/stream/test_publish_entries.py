@@ -10,7 +10,7 @@ import pytest
 from sharding.errors import InvalidInput
 from sharding.stream.messages.codecs import Compression, decompress
 from sharding.stream.messages.message import encode_data, encode_message, with_key
-from sharding.stream.producer import publish_frames
+from sharding.stream.producer import publish_entries
 from sharding.stream.producer.outbox import Batch
 from sharding.stream.protocol.constants import Limits
 
@@ -29,14 +29,14 @@ def simple(messages: Sequence[bytes], ids: Sequence[int]) -> bytes:
 def test_bodies_of_one_size_become_data_sections(size: int) -> None:
     bodies = [bytes([n % 251]) * size for n in range(300)]
     ids = range(65_400, 65_700)
-    assert publish_frames.data_entries(bodies, ids) == simple(list(map(encode_data, bodies)), ids)
+    assert publish_entries.data_entries(bodies, ids) == simple(list(map(encode_data, bodies)), ids)
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SIZES[:5], SIZES[5:]])
 def test_bodies_of_mixed_sizes_become_data_sections(sizes: list[int]) -> None:
     bodies = [bytes([size % 251]) * size for size in sizes]
     ids = range(7, 7 + len(sizes))
-    assert publish_frames.data_entries(bodies, ids) == simple(list(map(encode_data, bodies)), ids)
+    assert publish_entries.data_entries(bodies, ids) == simple(list(map(encode_data, bodies)), ids)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,13 @@ def test_bodies_of_mixed_sizes_become_data_sections(sizes: list[int]) -> None:
 )
 def test_ids_may_be_any_that_rise(ids: list[int]) -> None:
     messages = [b"abc"] * len(ids)
-    assert publish_frames.message_entries(messages, ids) == simple(messages, ids)
+    assert publish_entries.message_entries(messages, ids) == simple(messages, ids)
     uneven = [b"x" * n for n in range(len(ids))]
-    assert publish_frames.message_entries(uneven, ids) == simple(uneven, ids)
+    assert publish_entries.message_entries(uneven, ids) == simple(uneven, ids)
 
 
 def test_filter_values_stand_before_the_message_and_may_be_missing() -> None:
-    written = publish_frames.filtered_entries([b"one", b"two"], [1, 2], [b"de", None])
+    written = publish_entries.filtered_entries([b"one", b"two"], [1, 2], [b"de", None])
     first = struct.pack(">QH2sI3s", 1, 2, b"de", 3, b"one")
     second = struct.pack(">QhI3s", 2, -1, 3, b"two")
     assert written == first + second
@@ -66,7 +66,7 @@ def test_filter_values_stand_before_the_message_and_may_be_missing() -> None:
 @pytest.mark.parametrize("codec", list(Compression))
 def test_sub_entry_holds_all_its_messages(codec: Compression) -> None:
     messages = [b"a" * 200, b"", b"b" * 300]
-    written = publish_frames.sub_entry(publish_frames.message_records(messages), 3, 77, codec)
+    written = publish_entries.sub_entry(publish_entries.message_records(messages), 3, 77, codec)
     number, kind, records, length, size = struct.unpack_from(">QBHII", written)
     content = decompress(codec, written[19:], length, Limits())
     assert (number, kind, records, size) == (77, 0x80 | codec << 4, 3, len(written) - 19)
@@ -74,8 +74,8 @@ def test_sub_entry_holds_all_its_messages(codec: Compression) -> None:
 
 
 def test_what_does_not_shrink_is_not_compressed() -> None:
-    written = publish_frames.sub_entry(
-        publish_frames.message_records([b"x"]), 1, 1, Compression.GZIP
+    written = publish_entries.sub_entry(
+        publish_entries.message_records([b"x"]), 1, 1, Compression.GZIP
     )
     assert written == struct.pack(">QBHII", 1, 0x80, 1, 5, 5) + struct.pack(">I", 1) + b"x"
 
@@ -105,14 +105,14 @@ def test_frames_of_plain_and_filtered_batches_fit() -> None:
 @pytest.mark.parametrize("sizes", [[40] * 9, [0, 255, 30], [1, 256, 70_000]])
 def test_bodies_in_a_sub_entry_are_the_messages_that_they_are_alone(sizes: list[int]) -> None:
     bodies = [b"x" * size for size in sizes]
-    encoded = publish_frames.message_records(list(map(encode_data, bodies)))
-    assert publish_frames.data_records(bodies) == encoded
+    encoded = publish_entries.message_records(list(map(encode_data, bodies)))
+    assert publish_entries.data_records(bodies) == encoded
 
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_frames_of_sub_entries_fit_even_if_nothing_shrinks(plain: bool) -> None:
     messages = [bytes([n]) * 30 for n in range(40)]
-    groups = publish_frames.groups([30] * 40, 7, publish_frames.room_for_entries(256), plain)
+    groups = publish_entries.groups([30] * 40, 7, publish_entries.room_for_entries(256), plain)
     ids = [group.stop for group in groups]
     batch = Batch(messages, ids, range(40), 0, 1_200, plain, groups=groups)
     assert all(len(head) + len(content) <= 256 for head, content in batch.frames(0, 256))
@@ -120,9 +120,9 @@ def test_frames_of_sub_entries_fit_even_if_nothing_shrinks(plain: bool) -> None:
 
 
 def test_a_filter_value_has_a_bound() -> None:
-    assert publish_frames.filter_bytes("é") == "é".encode()
+    assert publish_entries.filter_bytes("é") == "é".encode()
     with pytest.raises(InvalidInput, match="255 bytes"):
-        publish_frames.filter_bytes("é" * 128)
+        publish_entries.filter_bytes("é" * 128)
 
 
 @pytest.mark.parametrize("key", ["k", "ключ", "k" * 300, ""])
