@@ -79,7 +79,9 @@ def pika_source(folder: Path, checkout: Path) -> Path:
 def aio_pika_source(folder: Path) -> Path:
     """Its source package, with what its tests need besides."""
     needed = str(folder / "needed")
-    pip("install", "--target", needed, "aiomisc", "aiomisc-pytest", "shortuuid", "uv_build")
+    # pika's have left a folder for commands there, which pip does not touch unless told.
+    again = ("--upgrade", "--target", needed)
+    pip("install", *again, "aiomisc", "aiomisc-pytest", "shortuuid", "uv_build")
     source = ["--no-deps", "--no-binary=:all:", "--no-build-isolation", "--dest", str(folder)]
     built_with = {
         "PYTHONPATH": needed,
