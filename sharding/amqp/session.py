@@ -352,6 +352,11 @@ class Channel:
         """Delete a queue that has no message and no consumer; refuse (406) any other."""
         await self._ask(self._channel.queue_delete, queue=queue, if_unused=True, if_empty=True)
 
+    def delete_soon(self, queue: str) -> None:
+        """Delete a queue, without an answer and without a wait."""
+        if self.is_open:
+            self._channel.queue_delete(queue)
+
     async def delete_exchange(self, exchange: str, *, if_unused: bool = False) -> None:
         await self._ask(self._channel.exchange_delete, exchange=exchange, if_unused=if_unused)
 

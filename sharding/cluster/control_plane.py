@@ -22,7 +22,7 @@ from sharding.amqp.addresses import connection_parameters, same_but_at
 from sharding.amqp.session import Declared, Refused, Session
 from sharding.backoff import Backoff
 from sharding.cluster.management import ClusterView
-from sharding.cluster.nodes import ClusterNodes
+from sharding.cluster.nodes import ClusterNodes, Timeouts
 from sharding.cluster.stream_log import Listener, LogFollower
 from sharding.cluster.trust import Trust
 from sharding.errors import MissingRight, RemoteError, Unreachable, WarrenError, reason
@@ -89,9 +89,8 @@ class ControlPlane:
         # Fixed maps are the user's own word, unless told otherwise.
         named = options.trusted_hosts or (() if has_log else ("*",))
         self._trust = Trust([str(each.host) for each in self.given], named)
-        self._nodes = ClusterNodes(
-            view, self.given, options.answer_timeout, self.known_nodes, self._trust
-        )
+        timeouts = Timeouts(options.answer_timeout, options.management_timeout)
+        self._nodes = ClusterNodes(view, self.given, timeouts, self.known_nodes, self._trust)
         self.log = LogFollower(on_change)
         self.session: Session | None = None
         self.validated_at: float | None = None
@@ -116,6 +115,7 @@ class ControlPlane:
         for task in [*self._tasks, *self.away.values()]:
             task.cancel()
         await asyncio.gather(*self._tasks, *self.away.values(), return_exceptions=True)
+        self._nodes.close()
         if self.session is not None:
             await self.session.close()
 
@@ -173,9 +173,9 @@ class ControlPlane:
                 await self.log.catch_up(self.options.connect_timeout)
             await self._learn_addresses(session)
         except BaseException as error:
-            if self.view and not self.view.is_believed:  # they may know nodes that have the log
-                with suppress(RemoteError, TimeoutError):
-                    await self.prove(session)
+            if isinstance(error, Exception) and self.view and not self._nodes.last:
+                with suppress(Exception):  # there may be nodes that have the log
+                    await self._nodes.learn(session)
             await session.close()
             if isinstance(error, TimeoutError) and self.log.refused is not None:
                 raise self.log.refused from None  # says more than that nothing came
@@ -189,10 +189,9 @@ class ControlPlane:
         if self.view and not all(
             self._trust.allows(each) for node in self.known_nodes() for each in node.addresses
         ):
-            with suppress(RemoteError, TimeoutError):
+            with suppress(Exception):
                 async with asyncio.timeout(_LEARN_TIMEOUT):
-                    await self._nodes.prove(session)
-                    await self._nodes.seen()
+                    await self._nodes.learn(session)
 
     async def _serve(self, session: Session) -> None:
         """Keep the map fresh over this connection until it is lost or stops answering."""
@@ -274,9 +273,7 @@ class ControlPlane:
         """
         given = _random.sample(self.given, len(self.given))
         nodes = self.known_nodes()
-        if self.view.is_believed and self.problem != _NOT_TRIED:
-            with suppress(Exception):
-                nodes += [member.node for member in await self._nodes.seen()]
+        nodes += [member.node for member in self._nodes.last]
         known = [parameters for node in nodes for parameters in self.parameters_for(node)]
         places = {(parameters.host, parameters.port): parameters for parameters in [*given, *known]}
         return [places[place] for place in sorted(places, key=lambda place: place in self._failed)]
@@ -349,8 +346,7 @@ class ControlPlane:
 
     async def prove(self, session: Session) -> None:
         """Find out which management APIs are of the cluster that this connection is on."""
-        async with asyncio.timeout(self.options.management_timeout + self.options.answer_timeout):
-            await self._nodes.prove(session)
+        await self._nodes.prove(session)
 
     async def _watch_nodes(self) -> None:
         silent = 0
@@ -369,25 +365,11 @@ class ControlPlane:
             await asyncio.sleep(looks * self.options.watch_interval)
 
     async def _down_now(self) -> set[str]:
-        """The nodes that are down, under all names that maps have for them.
-
-        Bad news is believed only of who is proved to see what this process sees: to a node that is
-        cut off all others are down.
-        """
-        session = self.session
-        if session is not None and session is not self._nodes.proved_on:
-            await self.prove(session)
-        down = await self._said_down()
-        if down - self.down_nodes:
-            async with asyncio.timeout(self.options.answer_timeout):
-                session = await self.connected()
-            await self.prove(session)
-            down = await self._said_down()
-        return down
-
-    async def _said_down(self) -> set[str]:
-        seen = await self._nodes.seen()
-        return names_of([member for member in seen if not member.running], self.known_nodes())
+        """The nodes that are down, under all names that maps have for them."""
+        async with asyncio.timeout(self.options.connect_timeout):
+            session = await self.connected()
+        members = await self._nodes.watch(session)
+        return names_of([each for each in members if not each.running], self.known_nodes())
 
     def _note_down(self, down: set[str]) -> None:
         for name in sorted(down - self.down_nodes):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import socket
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -27,6 +30,8 @@ from sharding.maps.planning import Member
 from sharding.maps.shard_map import Address, Node
 
 _LONGEST_REASON = 4_096
+_LONGEST_ANSWER = 256 * 1024 * 1024
+"""Queues are listed a whole virtual host at a time."""
 
 
 class NoAnswer(RemoteError, ConnectionError):
@@ -65,24 +70,96 @@ class Management:
             data=None if body is None else json.dumps(body).encode(),
             headers={"Content-Type": "application/json", "Authorization": self._authorization()},
         )
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                content = answer.read()
-            return json.loads(content) if content else None
-        except urllib.error.HTTPError as error:
-            with error:
-                reason = _reason(error.read(_LONGEST_REASON)) or str(error.reason)
-                what = f"{method} {self.url}/api/{quoted}: {error.code} {reason}"
-                raise NoAnswer(what, error.code, reason) from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            # While connecting, urllib wraps it.
-            cause = getattr(error, "reason", error)
-            in_time = not isinstance(cause, TimeoutError)
-            what = f"{method} {self.url}/api/{quoted}: {error}"
-            raise NoAnswer(what, in_time=in_time) from None
+        what = f"{method} {self.url}/api/{quoted}"
+        with _Deadline(timeout) as deadline:
+            try:
+                with deadline.opener().open(request, timeout=timeout) as answer:
+                    content = answer.read(_LONGEST_ANSWER + 1)
+                if len(content) > _LONGEST_ANSWER:
+                    raise NoAnswer(f"{what}: an answer of more than {_LONGEST_ANSWER} bytes")
+                return json.loads(content) if content else None
+            except urllib.error.HTTPError as error:
+                with error:
+                    reason = _reason(error.read(_LONGEST_REASON)) or str(error.reason)
+                if 300 <= error.code < 400:
+                    reason = "a redirect, which is not followed, as the login would go along"
+                raise NoAnswer(f"{what}: {error.code} {reason}", error.code, reason) from None
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                if isinstance(error, NoAnswer):
+                    raise
+                # While connecting, urllib wraps it.
+                cause = getattr(error, "reason", error)
+                in_time = not (deadline.has_passed or isinstance(cause, TimeoutError))
+                text = error if in_time or not deadline.has_passed else "timed out"
+                raise NoAnswer(f"{what}: {text}", in_time=in_time) from None
 
     def _authorization(self) -> str:
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
+
+
+class _Deadline:
+    """Ends a request when its time is up; sockets have a time-out for each byte only."""
+
+    def __init__(self, seconds: float) -> None:
+        self.has_passed = False
+        self._sockets: list[socket.socket] = []
+        self._timer = threading.Timer(seconds, self._pass)
+        self._timer.daemon = True
+
+    def __enter__(self) -> _Deadline:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def opener(self) -> urllib.request.OpenerDirector:
+        return urllib.request.build_opener(_Http(self), _NoRedirects)
+
+    def watch(self, connected: socket.socket) -> None:
+        self._sockets.append(connected)
+        if self.has_passed:
+            self._pass()
+
+    def _pass(self) -> None:
+        self.has_passed = True
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+class _Watched(http.client.HTTPConnection):
+    deadline: _Deadline
+
+    def connect(self) -> None:
+        super().connect()
+        self.deadline.watch(self.sock)
+
+
+class _WatchedTls(_Watched, http.client.HTTPSConnection):
+    pass
+
+
+class _Http(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    def __init__(self, deadline: _Deadline) -> None:
+        super().__init__()
+        self._deadline = deadline
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(self._connection, _Watched), request)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(self._connection, _WatchedTls), request)
+
+    def _connection(self, kind: type[_Watched], host: str, **options: Any) -> _Watched:
+        made = kind(host, **options)
+        made.deadline = self._deadline
+        return made
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 def _reason(body: bytes) -> str:
@@ -184,19 +261,23 @@ class ClusterView:
         overview = api.get("overview", timeout=self._timeout)
         nodes = api.get("nodes", timeout=self._timeout)
         with _read_as_an_answer(api):
-            return members_from(nodes, overview.get("listeners", []), tls)
+            members = members_from(nodes, overview.get("listeners", []), tls)
+        if not members:
+            raise NoAnswer(f"{api.url} names no node")
+        return members
 
     def knows_queue(self, api: Management, vhost: str, queue: str) -> bool | None:
         """Whether an API sees a queue; None if it may not be asked for it."""
         try:
-            api.get("queues", vhost, queue, timeout=self._timeout)
+            found = api.get("queues", vhost, queue, timeout=self._timeout)
         except NoAnswer as error:
             if error.status == 404:
                 return False
             if error.status is not None and error.status < 500:
                 return None
             raise
-        return True
+        with _read_as_an_answer(api):
+            return (found["name"], found["vhost"]) == (queue, vhost)
 
     def knows_connection(self, api: Management, vhost: str, instance: str) -> bool:
         """Whether an API lists a connection of ours, which tells it some seconds late."""

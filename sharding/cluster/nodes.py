@@ -11,7 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from enum import Enum, auto
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import pika
 
@@ -26,10 +31,28 @@ from sharding.maps.shard_map import Address, Node
 
 logger = logging.getLogger("warren.topology")
 
+T = TypeVar("T")
+
 # A node may hear of a queue a moment after who made it, and of a connection some seconds later.
 _LOOKS_FOR_QUEUE = (0.0, 0.1, 0.2, 0.4, 0.8)
-_EXPIRES_MS = 60_000
-_LOOKS_FOR_CONNECTION = (0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+_LOOKS_FOR_CONNECTION = 7
+_MOST_AT_ONCE = 8
+
+
+class Timeouts(NamedTuple):
+    """In seconds, for one question each."""
+
+    answer: float
+    management: float
+
+
+class Proof(Enum):
+    """How an API showed that it is this cluster's."""
+
+    QUEUE = auto()
+    """It sees what is made now: it is not cut off either."""
+    CONNECTION = auto()
+    """It knows our connection, as that of a node which is cut off does if we are on that node."""
 
 
 class ClusterNodes:
@@ -39,69 +62,117 @@ class ClusterNodes:
         self,
         view: ClusterView,
         given: Sequence[pika.ConnectionParameters],
-        answer_timeout: float,
+        timeouts: Timeouts,
         known: Callable[[], list[Node]],
         trust: Trust,
     ) -> None:
         self._view = view
         self._given = given
-        self._answer_timeout = answer_timeout
+        self._timeouts = timeouts
         self._known = known
         self._trust = trust
         self._strangers: set[str] = set()
-        self.proved_on: Session | None = None
-        """The connection on which it was last found out which APIs are believed."""
+        self._proofs: dict[Management, Proof] = {}
+        self._proving = asyncio.Lock()
+        self._proved_on: Session | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self.last: list[Member] = []
+        """The nodes as they were when that was last proved."""
         view.believe(())
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def members(self, session: Session) -> list[Member]:
         """The nodes of the cluster that this connection is on, as they are now."""
         if self._view:
-            await self.prove(session)
+            await self.learn(session)
             if self._view.is_believed:
-                return await self.seen()
+                return self.last
         return await self._by_token()
 
-    async def seen(self) -> list[Member]:
-        """What the believed APIs say; if none of them says anything, others may be proved."""
-        tls = self._given[0].ssl_options is not None
-        try:
-            members = await asyncio.to_thread(self._view.members, tls, self._known())
-        except NoAnswer:
-            self.proved_on = None
-            raise
-        self._trust.confirm(each for member in members for each in member.node.addresses)
-        return members
+    async def watch(self, session: Session) -> list[Member]:
+        """The same for who looks again and again: what is as it was is not proved again."""
+        if session is self._proved_on and self._view.is_believed:
+            try:
+                if (seen := await self._seen()) == self.last:
+                    return seen
+            except NoAnswer:
+                self._proved_on = None  # others may be believed
+                raise
+        await self.learn(session)
+        if not self._view.is_believed:
+            raise NoAnswer("no management API is known to be of this cluster")
+        return self.last
+
+    async def learn(self, session: Session) -> None:
+        """Find out which nodes there are, and where they listen, by APIs that are proved.
+
+        Only what is said together with a proof counts: an API may be another cluster's later.
+        """
+        async with self._proving:
+            await self._prove(session)
+            if self._view.is_believed:
+                self.last = await self._seen()
+                addresses = [each for member in self.last for each in member.node.addresses]
+                self._trust.confirm(addresses)
+            self._proved_on = session
 
     async def prove(self, session: Session) -> None:
         """Find out which APIs are of the cluster that this connection is on.
 
-        `NoAnswer` if none of them is, but some did not answer.
+        `NoAnswer` if none of the APIs is, but some did not answer.
         """
+        async with self._proving:
+            await self._prove(session)
+
+    async def _prove(self, session: Session) -> None:
+        self._proved_on = None
         try:
             async with self._probe(session) as queue:
                 asked = (self._knows(api, queue, session) for api in self._view.apis)
                 answers = await asyncio.gather(*asked, return_exceptions=True)
-            believed = self._judged(answers, session)
+            self._proofs = self._judged(answers, session)
         except BaseException:
             self._view.believe(())
-            self.proved_on = None
             raise
-        self._view.believe(believed)
-        self.proved_on = session
+        self._view.believe(self._proofs)
+
+    async def _seen(self) -> list[Member]:
+        """What the believed APIs say.
+
+        Bad news of who may be cut off, and we with him, is none unless most APIs given say it.
+        """
+        tls = self._given[0].ssl_options is not None
+        seen: list[Member] = await self._in_thread(self._view.members, tls, self._known())
+        most = 2 * len(self._proofs) > len(self._view.apis) > 1
+        if Proof.QUEUE in self._proofs.values() or most:
+            return seen
+        return [replace(member, running=True) for member in seen]
+
+    async def _in_thread(self, ask: Callable[..., T], *given: Any) -> T:
+        """On threads of its own: an API that hangs must not hold up who looks up a host."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(
+                _MOST_AT_ONCE, thread_name_prefix="warren-management"
+            )
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(ask, *given))
 
     def _judged(
-        self, answers: Sequence[bool | BaseException], session: Session
-    ) -> list[Management]:
+        self, answers: Sequence[Proof | BaseException | None], session: Session
+    ) -> dict[Management, Proof]:
         silent = None
-        believed = []
+        believed = {}
         for api, answer in zip(self._view.apis, answers, strict=True):
-            if isinstance(answer, NoAnswer):
-                silent = answer
-            elif isinstance(answer, BaseException):
-                raise answer
-            elif answer:
-                believed.append(api)
+            if isinstance(answer, Proof):
+                believed[api] = answer
                 self._strangers.discard(api.url)
+            elif isinstance(answer, NoAnswer):
+                silent = answer
+            elif isinstance(answer, Exception):
+                logger.debug("%s gives odd answers", api.url, exc_info=answer)
+                silent = NoAnswer(f"{api.url} answers as no management API does: {answer}")
             elif api.url not in self._strangers:
                 self._strangers.add(api.url)
                 logger.warning(
@@ -118,59 +189,66 @@ class ClusterNodes:
     @asynccontextmanager
     async def _probe(self, session: Session) -> AsyncIterator[str | None]:
         """A queue that nobody else knows of; None where this user may make none."""
-        async with asyncio.timeout(self._answer_timeout):
+        async with asyncio.timeout(self._timeouts.answer):
             channel = await session.channel()
         queue = None
         try:
             try:
-                async with asyncio.timeout(self._answer_timeout):
-                    expiring = {"x-expires": _EXPIRES_MS}  # should this be ended in between
-                    queue = (await channel.declare("", exclusive=True, arguments=expiring)).name
+                async with asyncio.timeout(self._timeouts.answer):
+                    queue = (await channel.declare("", exclusive=True)).name
             except Refused as error:
                 if error.code != ACCESS_REFUSED:
                     raise
             yield queue
-            if queue is not None:
-                async with asyncio.timeout(self._answer_timeout):
-                    await channel.delete_empty(queue)
         finally:
+            if queue is not None:
+                channel.delete_soon(queue)  # it is the connection's, and would outlive the channel
             channel.close()
 
-    async def _knows(self, api: Management, queue: str | None, session: Session) -> bool:
+    async def _knows(self, api: Management, queue: str | None, session: Session) -> Proof | None:
+        """Each API has its own deadline: a slow one must not spoil what others say."""
+        try:
+            async with asyncio.timeout(self._timeouts.management):
+                return await self._proof_of(api, queue, session)
+        except TimeoutError:
+            raise NoAnswer(f"{api.url}: timed out", in_time=False) from None
+
+    async def _proof_of(self, api: Management, queue: str | None, session: Session) -> Proof | None:
         vhost = self._given[0].virtual_host
         if queue is not None:
             for pause in _LOOKS_FOR_QUEUE:
                 await asyncio.sleep(pause)
-                found = await asyncio.to_thread(self._view.knows_queue, api, vhost, queue)
+                found = await self._in_thread(self._view.knows_queue, api, vhost, queue)
                 if found is None:
                     break
                 if found:
-                    return True
+                    return Proof.QUEUE
             else:
-                return False
-        for pause in _LOOKS_FOR_CONNECTION:
-            await asyncio.sleep(pause)
-            if await asyncio.to_thread(self._view.knows_connection, api, vhost, session.instance):
-                return True
-        return False
+                return None
+        for _ in range(_LOOKS_FOR_CONNECTION):
+            if await self._in_thread(self._view.knows_connection, api, vhost, session.instance):
+                return Proof.CONNECTION
+            await asyncio.sleep(1)
+        return None
 
     async def _by_token(self) -> list[Member]:
         """The nodes that the maps know and those at the addresses given, told apart by token.
 
-        Of a node that only maps know, and which is not asked therefore, nothing is known.
+        Of a node whose addresses are not known, or known from maps alone, nothing is known.
         """
         by_token: dict[str, Node] = {}
         for node in self._known():
-            by_token.setdefault(token_of(node), node)
-        members = {node.name: Member(node, running=False) for node in by_token.values()}
-        known = []
+            known = by_token.setdefault(token_of(node), node)
+            addresses = tuple(dict.fromkeys([*known.addresses, *node.addresses]))
+            by_token[token_of(node)] = replace(known, addresses=addresses)
+        members = {}
+        places = [*self._given]
         for node in by_token.values():
             trusted = [each for each in node.addresses if self._trust.allows(each)]
-            known += [same_but_at(self._given[0], each.host, each.port) for each in trusted]
-            if node.addresses and not trusted:
-                members[node.name] = Member(node, running=True, drained=None)
-        places = {(place.host, place.port): place for place in [*self._given, *known]}
-        for (host, port), parameters in places.items():
+            places += [same_but_at(self._given[0], each.host, each.port) for each in trusted]
+            unknown = Member(node, running=True, drained=None)
+            members[node.name] = Member(node, running=False) if trusted else unknown
+        for (host, port), parameters in {(each.host, each.port): each for each in places}.items():
             try:
                 token, cluster_name = await self._token_at(parameters)
             except (RemoteError, TimeoutError) as error:
@@ -185,9 +263,9 @@ class ClusterNodes:
         return [members[name] for name in sorted(members)]
 
     async def _token_at(self, parameters: pika.ConnectionParameters) -> tuple[str, str]:
-        session = await Session.open(parameters, self._answer_timeout)
+        session = await Session.open(parameters, self._timeouts.answer)
         try:
-            async with asyncio.timeout(self._answer_timeout):
+            async with asyncio.timeout(self._timeouts.answer):
                 return await session.reply_token(), session.cluster_name
         finally:
             await session.close()

@@ -146,7 +146,12 @@ class Manager:
             raise InvalidInput(
                 "logical queue", "must match a policy; set one with 'warren policy set'", logical
             )
-        nodes = [*(current.nodes if current else ()), *self._plane.known_nodes()]
+        named = [name.node for shard in found if (name := ShardName.parse(shard.name))]
+        nodes = [
+            *(current.nodes if current else ()),
+            *map(Node, dict.fromkeys(named)),  # whose map was lost, or is the plugin's
+            *self._plane.known_nodes(),
+        ]
         members = known_as(await self._plane.members(), nodes)
         self._names = {token_of(member.node): member.name for member in members}
         existing = [
@@ -174,15 +179,18 @@ class Manager:
     async def _said_to_have_left(
         self, members: Sequence[Member], existing: Sequence[Shard], nodes: Sequence[Node]
     ) -> list[Member]:
-        """Nodes that are no members by what is said, though shards of theirs answer: they stay."""
+        """Nodes that are no members by what is said, though there are shards of theirs: they stay.
+
+        A shard is gone if the broker says so; one that does not answer may come back.
+        """
         here = {member.name for member in members}
         lost = {shard.name: shard.node for shard in existing if shard.node not in here}
         if not lost:
             return []
         seen = await self._plane.look_at(lost)
-        names = sorted({node for shard, node in lost.items() if seen.get(shard) is not None})
+        names = sorted({node for shard, node in lost.items() if shard in seen})
         for name in names:
-            self._note(f"node {name!r} is said to have left, but its shards answer: they stay")
+            self._note(f"node {name!r} is said to have left, but its shards are there: they stay")
         known = {node.name: node for node in reversed(nodes)}
         return [Member(known.get(name, Node(name)), running=True, drained=None) for name in names]
 
@@ -334,7 +342,7 @@ class Manager:
         Where nobody can tell where it landed, what the map said of it stays.
         """
         await self._declare(session, at_home, policy)
-        landed = await self._where(at_home)
+        landed = await self._where(at_home, is_new=known is None)
         # Replicated queues have leaders that the broker moves; only classic ones have a home.
         stays = policy.queue_arguments.get("x-queue-type", "classic") == "classic"
         if stays and landed not in (None, at_home.node):
@@ -426,13 +434,21 @@ class Manager:
             f"set the policy {locator_policy(name.logical)!r}: another one moved shards elsewhere"
         )
 
-    async def _where(self, shard: Shard) -> str | None:
-        """The node that a shard lives on; None where nobody can tell."""
-        if self._plane.view:
-            with suppress(NoAnswer):
-                node = await asyncio.to_thread(self._plane.view.queue_node, self._vhost, shard.name)
-                return node if node is None else self._called(node)
-        return None
+    async def _where(self, shard: Shard, *, is_new: bool = True) -> str | None:
+        """The node that a shard lives on; None where nobody can tell.
+
+        What an API said of the nodes it must say of a new shard as well: none is put into a map
+        unseen, where it could be seen.
+        """
+        if not self._plane.view:
+            return None
+        try:
+            node = await asyncio.to_thread(self._plane.view.queue_node, self._vhost, shard.name)
+        except NoAnswer:
+            if is_new and self._plane.view.is_believed:
+                raise
+            return None
+        return node if node is None else self._called(node)
 
     def _note(self, text: str) -> None:
         if text not in self._notes:

@@ -25,8 +25,8 @@ class Trust:
         self._confirmed: frozenset[Address] = frozenset()
 
     def confirm(self, addresses: Iterable[Address]) -> None:
-        """The cluster itself says that its nodes listen there."""
-        self._confirmed |= frozenset(addresses)
+        """The cluster itself says that its nodes listen there now, and nowhere else."""
+        self._confirmed = frozenset(addresses)
 
     def allows(self, address: Address) -> bool:
         host = address.host.lower()

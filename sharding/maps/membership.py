@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from sharding.maps.planning import Member
 from sharding.maps.shard_map import Node
 
 _RANGE = 1 << 27
+_INVENTED = re.compile(r"node-([0-9]+)@")
 
 
 def token_of_node(name: str) -> str:
@@ -36,7 +38,10 @@ def token_of_node(name: str) -> str:
 
 
 def token_of(node: Node) -> str:
-    return node.reply_token or token_of_node(node.name)
+    """By its name also if that is one of ours."""
+    invented = _INVENTED.match(node.name)
+    by_name = f"reply@{invented[1]}" if invented else token_of_node(node.name)
+    return node.reply_token or by_name
 
 
 def name_for(token: str, host: str, cluster_name: str) -> str:
@@ -50,7 +55,7 @@ def name_for(token: str, host: str, cluster_name: str) -> str:
     for guess in guesses:
         if token_of_node(guess) == token:
             return guess
-    return f"node-{token.removeprefix('reply@')}@{host}"
+    return f"node-{token.removeprefix('reply@')}@{host}"  # see _INVENTED
 
 
 def known_as(members: Iterable[Member], known: Iterable[Node]) -> list[Member]:

@@ -16,6 +16,7 @@ import pytest
 
 from interceptors import ShardedPublisher
 from sharding import OnUnavailable, Policy, ShardMap, Topology
+from sharding.amqp.session import Session
 from sharding.cluster.management import ClusterView
 from sharding.cluster.nodes import ClusterNodes
 from sharding.cluster.topology import TopologyOptions
@@ -123,7 +124,7 @@ def test_the_management_api_of_another_cluster_is_not_believed(
 def test_an_api_is_believed_by_who_may_make_no_queue(cluster: Cluster) -> None:
     """The connection has a name as well, which nobody can guess."""
     api = cluster.nodes[0].management
-    api.call("PUT", "users", "sees", body={"password": "sees", "tags": "management"})
+    api.call("PUT", "users", "sees", body={"password": "sees", "tags": "monitoring"})
     rights = {"configure": "^$", "write": ".*", "read": ".*"}
     api.call("PUT", "permissions", cluster.vhost, "sees", body=rights)
     with topology_of(cluster) as operator:
@@ -154,7 +155,7 @@ def test_a_shard_that_answers_stays_in_the_map(
         monkeypatch.undo()
     assert ensured.shard_map.shards == before.shards
     (note,) = ensured.notes
-    assert note == f"node {gone!r} is said to have left, but its shards answer: they stay"
+    assert note == f"node {gone!r} is said to have left, but its shards are there: they stay"
 
 
 # A node that is cut off
@@ -220,13 +221,13 @@ def test_of_three_the_one_that_is_cut_off_is_not_believed(
     alone, rest = with_a_cut.nodes[2], with_a_cut.nodes[:2]
     order = [alone, *rest] if first else [*rest, alone]
     looks = []
-    whole = ClusterNodes.seen
+    whole = ClusterNodes.watch
 
-    async def seen(nodes: ClusterNodes) -> list[Member]:
+    async def watch(nodes: ClusterNodes, session: Session) -> list[Member]:
         looks.append(nodes)
-        return await whole(nodes)
+        return await whole(nodes, session)
 
-    monkeypatch.setattr(ClusterNodes, "seen", seen)
+    monkeypatch.setattr(ClusterNodes, "watch", watch)
     with Topology(
         *(node.endpoint.amqp_url for node in with_a_cut),
         management_urls=[node.management.url for node in order],

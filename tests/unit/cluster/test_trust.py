@@ -31,6 +31,8 @@ def test_what_the_cluster_confirms_is_the_address_with_its_port() -> None:
     trust.confirm([Address("rmq1", 5672)])
     assert trust.allows(Address("rmq1", 5672))
     assert not trust.allows(Address("rmq1", 5673))
+    trust.confirm([Address("rmq2", 5672)])
+    assert not trust.allows(Address("rmq1", 5672)), "it is not what the cluster says now"
 
 
 @pytest.mark.parametrize("wrong", [[""], [1], [None], b"x"])
