@@ -75,8 +75,13 @@ class Management:
             try:
                 with deadline.opener().open(request, timeout=timeout) as answer:
                     content = answer.read(_LONGEST_ANSWER + 1)
+                    missing = answer.length
+                if deadline.has_passed:
+                    raise TimeoutError("timed out")
                 if len(content) > _LONGEST_ANSWER:
                     raise NoAnswer(f"{what}: an answer of more than {_LONGEST_ANSWER} bytes")
+                if missing:
+                    raise NoAnswer(f"{what}: the answer ended {missing} bytes too early")
                 return json.loads(content) if content else None
             except urllib.error.HTTPError as error:
                 with error:

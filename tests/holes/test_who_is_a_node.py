@@ -9,13 +9,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from interceptors import ShardedPublisher
-from sharding import OnUnavailable, Policy, ShardMap, Topology
+from sharding import Address, OnUnavailable, Policy, ShardMap, Topology
 from sharding.amqp.session import Session
 from sharding.cluster.management import ClusterView
 from sharding.cluster.nodes import ClusterNodes
@@ -58,17 +59,17 @@ def test_a_node_has_one_name_with_and_without_the_management_api(
     assert routes == [before.shard_of(key) for key in keys]
 
 
-class OfTheSameNames:
-    """Another cluster's management API, as if its nodes were called like those of this one."""
+class Front:
+    """A URL at which the management API of this or that cluster answers."""
 
-    def __init__(self, real: Cluster, names: Cluster) -> None:
-        called = {
-            other.name: node.name for other, node in zip(real.nodes, names.nodes, strict=True)
-        }
-        api = real.nodes[0].management
+    def __init__(self, behind: Cluster, names_of: Cluster | None = None) -> None:
+        self.behind = behind
+        """Nodes are called as those of `names_of` are."""
+        front = self
 
-        class Front(BaseHTTPRequestHandler):
+        class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                api = front.behind.nodes[0].management
                 asked = urllib.request.Request(f"{api.url}{self.path}")
                 asked.add_header("Authorization", self.headers["Authorization"])
                 try:
@@ -77,8 +78,9 @@ class OfTheSameNames:
                 except urllib.error.HTTPError as error:
                     with error:
                         status, body = error.code, error.read()
-                for name, as_if in called.items():
-                    body = body.replace(json.dumps(name).encode(), json.dumps(as_if).encode())
+                for other, node in zip(front.behind, names_of or front.behind, strict=True):
+                    before, after = (json.dumps(each.name).encode() for each in (other, node))
+                    body = body.replace(before, after)
                 self.send_response(status)
                 self.end_headers()
                 self.wfile.write(body)
@@ -86,39 +88,91 @@ class OfTheSameNames:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Front)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()
-        host, port = self._server.server_address[:2]
-        self.url = f"http://{host!s}:{port}"
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
 
-    def close(self) -> None:
+    def __enter__(self) -> Front:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
 
-@pytest.mark.parametrize("names", ["other names", "the same names"])
+@pytest.fixture
+def another(cluster: Cluster, pool: Pool) -> Iterator[Cluster]:
+    with pool.shared("plugin", cluster.version[:3], "another") as other:
+        yield other
+
+
+@pytest.mark.parametrize("same_names", [False, True], ids=["other names", "the same names"])
 def test_the_management_api_of_another_cluster_is_not_believed(
-    cluster: Cluster, pool: Pool, names: str, caplog: pytest.LogCaptureFixture
+    cluster: Cluster, another: Cluster, same_names: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """23. Where the same name is sharded, all nodes seemed to have left, and a map of the other
     cluster's was appended."""
     with topology_of(cluster) as topology:
         before = make_sharded(topology, 2)
-    with pool.shared("plugin", cluster.version[:3], "another") as other:
-        front = OfTheSameNames(other, cluster) if names == "the same names" else None
-        try:
-            url = front.url if front else other.nodes[0].management.url
-            urls = [node.endpoint.amqp_url for node in cluster]
-            with Topology(*urls, management_urls=[url], options=patient.TOPOLOGY) as mixed:
-                ensured = mixed.ensure(before.logical)
-                assert mixed.counters["nodes_down"] == 0
-        finally:
-            if front:
-                front.close()
+    urls = [node.endpoint.amqp_url for node in cluster]
+    with (
+        Front(another, cluster if same_names else None) as front,
+        Topology(*urls, management_urls=[front.url], options=patient.TOPOLOGY) as mixed,
+    ):
+        ensured = mixed.ensure(before.logical)
+        assert mixed.counters["nodes_down"] == 0
     assert ensured.shard_map == before
-    assert f"the management API {url} is not used" in caplog.text
+    assert f"the management API {front.url} is not used" in caplog.text
+
+
+def test_an_api_that_becomes_another_cluster_s_is_not_believed_any_more(
+    cluster: Cluster, another: Cluster
+) -> None:
+    """Found by an attack: it was proved once, and where it then said that nodes listen the login
+    went."""
+    options = replace(patient.TOPOLOGY, watch_interval=0.1)
+    url = cluster.nodes[0].endpoint.amqp_url
+    with (
+        Front(cluster) as front,
+        Topology(url, management_urls=[front.url], options=options) as topology,
+    ):
+        trust = topology._plane._trust
+        own, strange = (each.nodes[2].endpoint for each in (cluster, another))
+        wait_until(lambda: trust.allows(Address(own.address, own.ports["amqp"])))
+        front.behind = another
+        wait_until(lambda: not topology._view.is_believed)
+        assert not trust.allows(Address(strange.address, strange.ports["amqp"]))
+        assert topology.counters["nodes_down"] == 0
+        front.behind = cluster
+        wait_until(lambda: topology._view.is_believed)
+
+
+def test_shards_of_a_lost_map_keep_the_names_that_were_made_for_their_nodes(
+    cluster: Cluster,
+) -> None:
+    """Found by an attack: rebuilt with the management API there were 6 shards instead of 3."""
+    with topology_of(cluster, management=False) as topology:
+        before = make_sharded(topology)
+        topology.forget(before.logical)
+    with topology_of(cluster) as topology:
+        found = topology.adopt(topology.find_shards(before.logical)).shard_map
+    assert {shard.name for shard in found.shards} == {shard.name for shard in before.shards}
+    assert len(shards_in_broker(cluster, before.logical)) == 3
+
+
+def test_a_node_of_which_a_map_has_no_address_is_not_taken_for_down(cluster: Cluster) -> None:
+    """Found by an attack: its keys were moved by who has no management API. A node that has just
+    joined is in the maps before its addresses are known."""
+    with topology_of(cluster) as topology:
+        first = make_sharded(topology)
+        second = make_sharded(topology, on_unavailable=OnUnavailable.MOVE)
+        nodes = (*first.nodes[:2], replace(first.nodes[2], addresses=()))
+        topology.change(lambda state: state.with_map(replace(first, nodes=nodes)))
+    with topology_of(cluster.nodes[:1], management=False) as topology:
+        ensured = topology.ensure(second.logical)
+    assert [shard.available for shard in ensured.shard_map.shards] == [True] * 3
 
 
 def test_an_api_is_believed_by_who_may_make_no_queue(cluster: Cluster) -> None:
