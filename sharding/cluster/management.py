@@ -25,7 +25,8 @@ import pika.exceptions
 from sharding.amqp.addresses import checked_parts
 from sharding.amqp.session import INSTANCE
 from sharding.errors import RemoteError
-from sharding.maps.membership import token_of, token_of_node, voted
+from sharding.maps.membership import token_of, voted
+from sharding.maps.naming import token_of_node
 from sharding.maps.planning import Member
 from sharding.maps.shard_map import Address, Node
 

@@ -25,7 +25,8 @@ from sharding.amqp.session import ACCESS_REFUSED, Refused, Session
 from sharding.cluster.management import ClusterView, Management, NoAnswer
 from sharding.cluster.trust import Trust
 from sharding.errors import RemoteError
-from sharding.maps.membership import name_for, token_of
+from sharding.maps.membership import token_of
+from sharding.maps.naming import name_for
 from sharding.maps.planning import Member
 from sharding.maps.shard_map import Address, Node
 

@@ -47,13 +47,14 @@ from sharding.errors import (
     reason,
 )
 from sharding.maps.map_log import MAP, POLICY, Entry, State
-from sharding.maps.membership import known_as, token_of, token_of_node
+from sharding.maps.membership import known_as, token_of
 from sharding.maps.naming import (
     REFUSED,
     SHARDS_KEY,
     ShardName,
     refusing,
     shards_exchange,
+    token_of_node,
     unrouted,
 )
 from sharding.maps.planning import Member, next_map, wanted_shards

@@ -10,52 +10,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from sharding.maps.naming import token_in_name
 from sharding.maps.planning import Member
 from sharding.maps.shard_map import Node
 
-_RANGE = 1 << 27
-_INVENTED = re.compile(r"node-([0-9]+)@")
-
-
-def token_of_node(name: str) -> str:
-    """The token of a node by its name: Erlang's `phash2` of it, as direct reply-to has it.
-
-    >>> token_of_node("rmq1@127.0.4.1")
-    'reply@106440401'
-    """
-    value = 0
-    for byte in b"".join(bytes([ord(c)]) if ord(c) < 256 else c.encode() for c in name):
-        value = (value << 4) + byte
-        if high := value & 0xF0000000:
-            value ^= high >> 24
-            value ^= high
-    return f"reply@{value % _RANGE}"
-
 
 def token_of(node: Node) -> str:
-    """By its name also if that is one of ours."""
-    invented = _INVENTED.match(node.name)
-    by_name = f"reply@{invented[1]}" if invented else token_of_node(node.name)
-    return node.reply_token or by_name
-
-
-def name_for(token: str, host: str, cluster_name: str) -> str:
-    """A name for a node of which only the token is known: the true one, if it can be guessed.
-
-    A cluster is called after its first node unless somebody named it, and nodes of a cluster mostly
-    have names that differ in the host alone.
-    """
-    prefix, _, first_host = cluster_name.partition("@")
-    guesses = [cluster_name, f"{prefix}@{host}", f"rabbit@{host}", f"rabbit@{first_host}"]
-    for guess in guesses:
-        if token_of_node(guess) == token:
-            return guess
-    return f"node-{token.removeprefix('reply@')}@{host}"  # see _INVENTED
+    return node.reply_token or token_in_name(node.name)
 
 
 def known_as(members: Iterable[Member], known: Iterable[Node]) -> list[Member]:

@@ -1,4 +1,5 @@
-"""Names of logical queues, nodes and shards: how they are made, read and checked.
+"""Names of logical queues, nodes and shards: how they are made, read and checked, and the token
+that a node's name gives.
 
 The shard names are the sharding plugin's own, `sharding: <logical> - <node> - <index>`, so that
 queues it made can be taken over as they are. A logical name may itself contain " - "; a node name
@@ -20,6 +21,7 @@ _SHARD_NAME = re.compile(
     r"sharding: (?P<logical>.+) - (?P<node>\S+@\S+) - (?P<index>0|[1-9][0-9]*)", re.DOTALL
 )
 _NODE_NAME = re.compile(r"[^\s@]+@[^\s@]+")
+_INVENTED = re.compile(r"node-([0-9]+)@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +145,38 @@ def _check_index(index: int) -> int:
     if not is_whole(index) or index < 0:
         raise InvalidInput("index", "must be a whole number from 0", index)
     return index
+
+
+def token_of_node(name: str) -> str:
+    """The token of a node by its name: Erlang's `phash2` of it, as direct reply-to has it.
+
+    >>> token_of_node("rmq1@127.0.4.1")
+    'reply@106440401'
+    """
+    value = 0
+    for byte in b"".join(bytes([ord(c)]) if ord(c) < 256 else c.encode() for c in name):
+        value = (value << 4) + byte
+        if high := value & 0xF0000000:
+            value ^= high >> 24
+            value ^= high
+    return f"reply@{value % (1 << 27)}"
+
+
+def token_in_name(name: str) -> str:
+    """The same for a name that may be one of `name_for`."""
+    invented = _INVENTED.match(name)
+    return f"reply@{invented[1]}" if invented else token_of_node(name)
+
+
+def name_for(token: str, host: str, cluster_name: str) -> str:
+    """A name for a node of which only the token is known: the true one, if it can be guessed.
+
+    A cluster is called after its first node unless somebody named it, and nodes of a cluster mostly
+    have names that differ in the host alone.
+    """
+    prefix, _, first_host = cluster_name.partition("@")
+    guesses = [cluster_name, f"{prefix}@{host}", f"rabbit@{host}", f"rabbit@{first_host}"]
+    for guess in guesses:
+        if token_of_node(guess) == token:
+            return guess
+    return f"node-{token.removeprefix('reply@')}@{host}"

@@ -7,7 +7,8 @@ from itertools import permutations
 import pytest
 
 from sharding import Address, Node
-from sharding.maps.membership import known_as, name_for, names_of, token_of_node, voted
+from sharding.maps.membership import known_as, names_of, voted
+from sharding.maps.naming import name_for, token_of_node
 from sharding.maps.planning import Member
 
 # As nodes of 3.10.8 and 4.0.5 gave them out.
@@ -45,6 +46,12 @@ def test_node_is_called_by_its_true_name_if_that_can_be_guessed() -> None:
 def test_node_whose_name_can_not_be_guessed_has_one_that_no_other_gets() -> None:
     names = {name_for(token, "balancer", "production") for token in TOKENS.values()}
     assert names == {f"node-{token.removeprefix('reply@')}@balancer" for token in TOKENS.values()}
+
+
+def test_node_may_truly_be_called_as_we_call_nodes_without_a_name() -> None:
+    true = member("node-1@host")
+    assert known_as([true], [Node("node-1@host")]) == [true]
+    assert true.node.reply_token != "reply@1"
 
 
 def test_node_keeps_the_name_that_maps_have_for_it() -> None:
