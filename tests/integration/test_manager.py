@@ -239,11 +239,11 @@ def test_what_another_forgets_in_the_middle_of_a_round_stays_forgotten(
             another.forget(logical)
             delete_all(cluster, logical)
 
-        async def after_it_was_forgotten(manager: Manager, *given: Any) -> Any:
+        async def after_it_was_forgotten(manager: Manager, *given: Any, **named: Any) -> Any:
             if not forgotten.is_set():
                 forgotten.set()
                 await asyncio.to_thread(forget)
-            return await whole(manager, *given)
+            return await whole(manager, *given, **named)
 
         monkeypatch.setattr(Manager, step, after_it_was_forgotten)
         with pytest.raises(Forgotten):
