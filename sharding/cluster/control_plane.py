@@ -310,7 +310,7 @@ class ControlPlane:
             except Unreachable as error:
                 problem = str(error)
                 continue
-            if node.name not in self._served_elsewhere:
+            if self._own_addresses(node):
                 self._reached.add(node.name)
             return session
         raise Unreachable(f"{node.name}: {problem}")

@@ -197,6 +197,8 @@ class Manager:
 
     def _called(self, node: str) -> str:
         """The name by which a node is known here, of which the broker has told the true one."""
+        if node in self._names.values():  # two names may have one hash
+            return node
         return self._names.get(token_of_node(node), node)
 
     def _check_understood(self, logical: str, state: State) -> None:
@@ -445,10 +447,11 @@ class Manager:
             return None
         try:
             node = await asyncio.to_thread(self._plane.view.queue_node, self._vhost, shard.name)
-        except NoAnswer:
-            if is_new and self._plane.view.is_believed:
-                raise
-            return None
+        except NoAnswer as error:
+            may_not_ask = error.status is not None and error.status < 500
+            if may_not_ask or not (is_new and self._plane.view.is_believed):
+                return None
+            raise
         return node if node is None else self._called(node)
 
     def _note(self, text: str) -> None:
