@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,6 +22,7 @@ from sharding.amqp.session import Session
 from sharding.cluster.management import ClusterView
 from sharding.cluster.nodes import ClusterNodes
 from sharding.cluster.topology import TopologyOptions
+from sharding.maps.map_log import State
 from sharding.maps.planning import Member
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.pool import Pool
@@ -40,11 +42,14 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.parametrize("first_with_management", [False, True])
+@pytest.mark.parametrize("cluster_name", ["", "production"])
 def test_a_node_has_one_name_with_and_without_the_management_api(
-    nodes: Cluster, first_with_management: bool
+    nodes: Cluster, first_with_management: bool, cluster_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """02. Without the API nodes got names of our own, and the next ensure with it took them for
     nodes that had left: 6 of 6 shards left the map with 600 messages, and every key moved."""
+    if cluster_name:  # else a node tells its own name for it
+        monkeypatch.setattr(Session, "cluster_name", cluster_name)
     messages = [(f"key-{number}", b"%d" % number) for number in range(100)]
     with topology_of(nodes, management=first_with_management) as topology:
         before = make_sharded(topology, 2)
@@ -149,28 +154,45 @@ def test_an_api_that_becomes_another_cluster_s_is_not_believed_any_more(
         wait_until(lambda: topology._view.is_believed)
 
 
+@pytest.fixture
+def alone(pool: Pool, broker_version: str) -> Iterator[Cluster]:
+    """Without maps of other tests, which know the same nodes."""
+    with pool.shared("healthy", broker_version, "alone") as running:
+        yield running
+
+
+@pytest.fixture
+def names_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where somebody has named the cluster; else a node tells its own name for it."""
+    monkeypatch.setattr(Session, "cluster_name", "production")
+
+
+@pytest.mark.usefixtures("names_unknown")
 def test_shards_of_a_lost_map_keep_the_names_that_were_made_for_their_nodes(
-    cluster: Cluster,
+    alone: Cluster,
 ) -> None:
     """Found by an attack: rebuilt with the management API there were 6 shards instead of 3."""
-    with topology_of(cluster, management=False) as topology:
+    with topology_of(alone, management=False) as topology:
         before = make_sharded(topology)
         topology.forget(before.logical)
-    with topology_of(cluster) as topology:
+    with topology_of(alone) as topology:
         found = topology.adopt(topology.find_shards(before.logical)).shard_map
+    assert any(shard.node.startswith("node-") for shard in before.shards)
     assert {shard.name for shard in found.shards} == {shard.name for shard in before.shards}
-    assert len(shards_in_broker(cluster, before.logical)) == 3
+    assert len(shards_in_broker(alone, before.logical)) == 3
 
 
-def test_a_node_of_which_a_map_has_no_address_is_not_taken_for_down(cluster: Cluster) -> None:
+def test_a_node_of_which_maps_have_no_address_is_not_taken_for_down(alone: Cluster) -> None:
     """Found by an attack: its keys were moved by who has no management API. A node that has just
     joined is in the maps before its addresses are known."""
-    with topology_of(cluster) as topology:
+    with topology_of(alone) as topology:
         first = make_sharded(topology)
         second = make_sharded(topology, on_unavailable=OnUnavailable.MOVE)
-        nodes = (*first.nodes[:2], replace(first.nodes[2], addresses=()))
-        topology.change(lambda state: state.with_map(replace(first, nodes=nodes)))
-    with topology_of(cluster.nodes[:1], management=False) as topology:
+        for each in (first, second):
+            nodes = (*each.nodes[:2], replace(each.nodes[2], addresses=()))
+            without = replace(each, nodes=nodes)
+            topology.change(partial(State.with_map, shard_map=without))
+    with topology_of(alone.nodes[:1], management=False) as topology:
         ensured = topology.ensure(second.logical)
     assert [shard.available for shard in ensured.shard_map.shards] == [True] * 3
 
