@@ -113,7 +113,7 @@ class Session:
 
     @property
     def cluster_name(self) -> str:
-        """What the broker calls its cluster: its first node, unless somebody gave it a name."""
+        """What the node calls its cluster: by its own name, unless somebody gave it one."""
         said = (self._connection.server_properties or {}).get("cluster_name", b"")
         return said.decode("utf-8", "replace") if isinstance(said, bytes) else str(said)
 

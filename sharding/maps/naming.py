@@ -171,8 +171,8 @@ def token_in_name(name: str) -> str:
 def name_for(token: str, host: str, cluster_name: str) -> str:
     """A name for a node of which only the token is known: the true one, if it can be guessed.
 
-    A cluster is called after its first node unless somebody named it, and nodes of a cluster mostly
-    have names that differ in the host alone.
+    Unless somebody named the cluster, each node tells its own name for it; and nodes of a cluster
+    mostly have names that differ in the host alone.
     """
     prefix, _, first_host = cluster_name.partition("@")
     guesses = [cluster_name, f"{prefix}@{host}", f"rabbit@{host}", f"rabbit@{first_host}"]
