@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import pytest
 from sharding.errors import Unreachable
 from sharding.groups import StreamConsumerGroup
 from sharding.groups.handling.delivery import Delivery
+from sharding.groups.streams import partition
 from sharding.groups.streams.partition import GroupOffsets
 from sharding.stream import Consumer, StreamEnvironment, StreamNotFound, StreamReplaced
-from sharding.stream.consumer import starting, subscription
+from sharding.stream.consumer import activity, starting, subscription
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
@@ -172,6 +174,70 @@ def test_group_goes_on_though_the_turn_of_the_old_stream_can_not_be_begun(
         assert late, "no turn came"
         assert handled[10:] == numbers(b"new", 20)
         environment.delete_stream(f"warren.group.{stream}", missing_ok=True)
+
+
+@pytest.mark.parametrize("reader", ["group", "consumer"])
+def test_chunk_of_the_new_stream_is_no_witness_of_the_old_one(
+    environment: StreamEnvironment, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    """The turn comes at a subscription whose check of the stream could not be made: what the new
+    stream has at the old place was taken for the witness, and the next check found it there."""
+    if environment.server_version < (3, 11):
+        pytest.skip("single active consumers need RabbitMQ 3.11")
+    place = partition if reader == "group" else activity
+    is_anew, turn_was_looked_up = threading.Event(), threading.Event()
+    look_up, check_same = place.witness_before, starting.check_same
+
+    def look_up_when_anew(*arguments: Any) -> Any:
+        assert is_anew.wait(PATIENCE)
+        try:
+            return look_up(*arguments)
+        finally:
+            turn_was_looked_up.set()
+
+    def fail_once(*arguments: Any) -> None:
+        if not turn_was_looked_up.is_set():
+            assert turn_was_looked_up.wait(PATIENCE)
+            raise Unreachable("the leader does not deliver it yet")
+        check_same(*arguments)
+
+    with stream_in(environment) as stream:
+        publish(environment, stream, numbers(b"old", 1000))
+        handled: list[bytes] = []
+        failures: list[Exception] = []
+
+        def consume(consumer: Consumer) -> None:
+            try:
+                handled.extend(message.body for message in consumer.messages())
+            except Exception as error:
+                failures.append(error)
+
+        options = patient.stream_group(settle_time=0.1)
+        with ExitStack() as stack:
+            if reader == "group":
+                handle = lambda delivery: handled.append(delivery.body)  # noqa: E731
+                group = StreamConsumerGroup(environment, stream, handle, group="g", options=options)
+                stack.enter_context(group)
+            else:
+                consumer = environment.consumer(
+                    stream, name="g", single_active=True, offset="first", **patient.READER
+                )
+                stack.enter_context(consumer)
+                threading.Thread(target=consume, args=(consumer,), daemon=True).start()
+            wait_until(lambda: len(handled) >= 1000)
+            monkeypatch.setattr(place, "witness_before", look_up_when_anew)
+            monkeypatch.setattr(subscription, "check_same", fail_once)
+            make_anew(environment, stream)
+            publish(environment, stream, numbers(b"new", 1500))
+            is_anew.set()
+            wait_until(lambda: failures or len(handled) >= 2500, explain=lambda: f"{len(handled)}")
+        assert turn_was_looked_up.is_set()
+        if reader == "group":
+            assert handled[1000:] == numbers(b"new", 1500)
+            environment.delete_stream(f"warren.group.{stream}", missing_ok=True)
+        else:
+            assert handled == numbers(b"old", 1000)
+            assert isinstance(failures[0], StreamReplaced)
 
 
 @pytest.mark.parametrize("begun", [True, False])

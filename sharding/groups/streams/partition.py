@@ -199,14 +199,15 @@ class PartitionReader:
                 change.answer.set_result(NEXT)
                 return
             try:
-                position = self._offsets.position(change.client, self.handled)
-                found = witness_before(
-                    change.client, self.stream, position, self._shared.access, _TIMEOUT
+                client, access = change.client, self._shared.access
+                position = self._offsets.position(client, self.handled)
+                self._lane.witness = witness_before(
+                    client, self.stream, position, self._lane.witness, access, _TIMEOUT
                 )
-                self._lane.witness = found or self._lane.witness
                 break
             except WarrenError as error:
                 if not passes(error):
+                    change.answer.set_result(NEXT)  # or the broker ends the connection for it
                     raise
                 logger.debug("%s: the turn is not begun yet: %s", self.stream, error)
             with self._news:  # the leader may be away for a moment

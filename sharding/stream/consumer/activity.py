@@ -111,8 +111,9 @@ class Activity:
         try:
             options, own = self._options, lane.handed_out
             place = turn_offset(client, stream, options, own, self._access, _TIMEOUT)
-            witness = witness_before(client, stream, place, self._access, _TIMEOUT)
-            lane.witness = witness or lane.witness
+            lane.witness = witness_before(
+                client, stream, place, lane.witness, self._access, _TIMEOUT
+            )
         except WarrenError as error:
             if is_retryable(error) or isinstance(error, OutcomeUnknown):
                 # The leader may be away for a moment.

@@ -16,7 +16,8 @@ The rules:
    nothing in it. Nothing in the protocol says so. But chunks are stored once and never change, so
    one that was read is a witness: where another chunk has its offset, or the leader's log ends
    before it, the stream was replaced. One that retention deleted says nothing; that what came after
-   it is gone too is noticed as a gap.
+   it is gone too is noticed as a gap. A witness makes room only for one of the same stream, which
+   is why the old one is asked for after the new one.
 4. *Who has begun does not begin again.* The broker keeps offsets in the stream itself: they go with
    it when it is deleted, and when retention has deleted all that they name. A group that finds
    none would take the end of another stream for its place, and skip what is in it. So it notes
@@ -159,16 +160,30 @@ def _leader_ends(access: Access, stream: str, timeout: float) -> Ends | None:
 
 
 def witness_before(
-    client: StreamClient, stream: str, position: int | None, access: Access, timeout: float
+    client: StreamClient,
+    stream: str,
+    position: int | None,
+    known: ChunkHeader | None,
+    access: Access,
+    timeout: float,
 ) -> ChunkHeader | None:
-    """The chunk that holds the last message before `position`, if there is one."""
+    """The chunk with the last message before `position`, or what was `known` if there is none.
+
+    Raises `StreamReplaced` if it belongs to another stream than the one that was known: taken for a
+    witness, it would hide for good that the stream was made again.
+    """
     if not position:
-        return None
+        return known
     found = chunk_at(client, stream, position - 1, timeout)
     if found is None:  # this replica may be behind
         with at_leader(access, stream, timeout) as leader:
             found = chunk_at(leader, stream, position - 1, timeout)
-    return found if found is not None and found.first_offset < position else None
+    if found is None or found.first_offset >= position:
+        return known
+    if known is not None and found != known:
+        # Asked after the other: who is still there now was there then.
+        check_same(client, stream, known, access, timeout)
+    return found
 
 
 def check_same(

@@ -239,7 +239,9 @@ class Subscription:
             start = start_offset(client, self.stream, options, self._access, self._left(deadline))
             if start is not None:
                 left = self._left(deadline)
-                lane.witness = witness_before(client, self.stream, start, self._access, left)
+                lane.witness = witness_before(
+                    client, self.stream, start, witness, self._access, left
+                )
                 self._inbox.place(lane, start)
         with self._changed:
             if self._turns is not None and self._newest is not None:
