@@ -46,7 +46,7 @@ from sharding.stream.producer.producer import Producer
 from sharding.stream.protocol.commands import QueryOffset, QueryPublisherSequence
 from sharding.stream.protocol.constants import Broker, Limits
 from sharding.stream.routes.cache import RouteCache
-from sharding.stream.routes.placement import Placement
+from sharding.stream.routes.near_replicas import Placement
 from sharding.stream.routes.values import Partitions, StreamRoute
 from sharding.stream.uris import StreamUri, parse_all
 

@@ -21,7 +21,7 @@ from sharding.stream.errors import NodeNotReached
 from sharding.stream.protocol.commands import Create, DeclarePublisher, Delete, Subscribe
 from sharding.stream.protocol.constants import FIRST, NEXT, Broker, OffsetSpec
 from sharding.stream.routes.cache import RouteCache
-from sharding.stream.routes.placement import Placement, consumer_candidates
+from sharding.stream.routes.near_replicas import Placement, consumer_candidates
 from tests.cluster import Balancer, Cluster, Node
 from tests.cluster.waiting import PATIENCE
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sharding.stream.connections.node_search import Tries
 from sharding.stream.options import RouteOptions
 from sharding.stream.protocol.constants import Broker, Code
-from sharding.stream.routes.placement import Placement, consumer_candidates
+from sharding.stream.routes.near_replicas import Placement, consumer_candidates
 from sharding.stream.routes.rules import RouteState
 from sharding.stream.routes.values import Finding, Kind, Missing, StreamRoute, Target
 

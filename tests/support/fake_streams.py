@@ -22,7 +22,7 @@ from sharding.stream.messages.message import encode_data
 from sharding.stream.protocol.answers import Answer, MetadataAnswer, OffsetAnswer, StatsAnswer
 from sharding.stream.protocol.commands import Subscribe, Unsubscribe
 from sharding.stream.protocol.constants import Broker, Code, Key, Limits, OffsetSpec, OffsetType
-from sharding.stream.routes.placement import Placement
+from sharding.stream.routes.near_replicas import Placement
 from sharding.stream.routes.values import Partitions, StreamRoute
 
 A, B, C = Broker("a", 1), Broker("b", 1), Broker("c", 1)

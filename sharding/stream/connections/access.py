@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sharding.stream.connections.attachments import SubscriberHandler
 from sharding.stream.protocol.constants import Broker, Limits
-from sharding.stream.routes.placement import Placement
+from sharding.stream.routes.near_replicas import Placement
 from sharding.stream.routes.values import Partitions, StreamRoute
 
 if TYPE_CHECKING:

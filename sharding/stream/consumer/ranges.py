@@ -28,7 +28,7 @@ from sharding.stream.messages.chunk import ChunkHeader, parse_header
 from sharding.stream.options import Columns, ConsumerOptions, OnDataLoss, offset_spec
 from sharding.stream.protocol.commands import Metadata, Subscribe, Unsubscribe
 from sharding.stream.protocol.constants import NEXT, Broker, Key, OffsetSpec
-from sharding.stream.routes.placement import consumer_candidates
+from sharding.stream.routes.near_replicas import consumer_candidates
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -42,7 +42,7 @@ from sharding.stream.messages.chunk import HEADER_SIZE, ChunkHeader, check_crc, 
 from sharding.stream.options import ConsumerOptions, offset_spec
 from sharding.stream.protocol.commands import Subscribe, Unsubscribe, credit_frame
 from sharding.stream.protocol.constants import NEXT, Broker, Key, OffsetSpec
-from sharding.stream.routes.placement import consumer_candidates
+from sharding.stream.routes.near_replicas import consumer_candidates
 from sharding.stream.routes.values import StreamRoute
 
 if TYPE_CHECKING:

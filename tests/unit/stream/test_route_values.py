@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 from sharding.stream.protocol.constants import Broker
-from sharding.stream.routes.placement import Placement, consumer_candidates
+from sharding.stream.routes.near_replicas import Placement, consumer_candidates
 from sharding.stream.routes.values import StreamRoute
 
 A, B, C, D = (Broker(host, 5552) for host in "abcd")
