@@ -1,11 +1,23 @@
-"""Where rows go: found on the driver, so that mistakes fail the plan, and opened in the tasks."""
+"""Where rows go: found on the driver, so that mistakes fail the plan, and opened in the tasks.
+
+A *sender* takes the rows of one task and waits for every confirm: to a stream, to the partitions of
+a super stream, or to queue shards. Rows that a failed task has stored are stored again by the next
+try: senders are for the plain sink.
+
+Queue shards: the driver reads the map log once for each batch and ships the map, so all tasks of a
+batch agree on it, and no executor has to read the log. A map that changes while a task runs is used
+from the next batch on; a shard that is taken away meanwhile makes the task fail, and loses nothing.
+A process keeps its publisher, with its connections, from task to task, until a task fails. Tasks
+may use it at the same time (threads of the driver do): each has a batch of its own.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -29,6 +41,7 @@ if TYPE_CHECKING:
     from sharding.stream.producer.producer import Producer
 
 CLOSE_TIMEOUT = 2.0
+PERSISTENT = 2
 
 
 @dataclass(frozen=True)
@@ -52,8 +65,6 @@ def parse(options: Mapping[str, str]) -> tuple[ConnectOptions, WriteOptions]:
 def resolve(connect: ConnectOptions, options: WriteOptions) -> Target:
     """Ask the cluster for the target; an error if it is not there."""
     if options.kind == "queue":
-        from spark.write.targets import broker_of, map_of
-
         with without_secrets(connect.credentials):
             shard_map = map_of(options.name, broker_of(connect, options))
         return Target(map_text=shard_map.dumps())
@@ -65,6 +76,10 @@ def resolve(connect: ConnectOptions, options: WriteOptions) -> Target:
                 raise _no_such("superStream", options.name) from None
         if not found.exists(options.name):
             raise _no_such("stream", options.name)
+        with suppress(StreamNotFound):
+            found.bound_streams(options.name)  # a producer of that name would be the super stream's
+            rule = "must not have the name of a super stream too"
+            raise BadOption("stream", rule, options.name)
         return Target((options.name,))
 
 
@@ -99,8 +114,6 @@ def sender_to(
 def _queue_sender(
     connect: ConnectOptions, options: WriteOptions, target: Target | None
 ) -> Iterator[Sender]:
-    from spark.write.targets import QueueSender, broker_of, link
-
     text = None if target is None else target.map_text
     if text is None:
         text = resolve(connect, options).map_text or ""
@@ -112,11 +125,6 @@ def _queue_sender(
 def _no_such(kind: str, name: str) -> BadOption:
     code = Code.NO_SUCH_STREAM.name.lower().replace("_", " ")
     return BadOption(kind, f"must exist; the broker says {code!r}", name)
-
-
-# Publishes the rows of a task to a stream or a super stream, and waits for every confirm.
-#
-# Rows that a failed task has stored are stored again by the next try: these are for the plain sink.
 
 
 class Sender(Protocol):
@@ -211,19 +219,6 @@ def producer_options(options: WriteOptions, name: str | None = None) -> Producer
         sub_entry_messages=options.sub_entry_messages or 0,
         filtering=options.columns.filter is not None,
     )
-
-
-PERSISTENT = 2
-
-
-# Queue shards as a target: the map from the driver, confirmed publishing in the tasks.
-#
-# The driver reads the map log once for each batch and ships the map, so all tasks of a batch agree
-# on it, and no executor has to read the log. A map that changes while a task runs is used from the
-# next batch on; a shard that is taken away meanwhile makes the task fail, and loses nothing.
-#
-# A process keeps its publisher, with its connections, from task to task, until a task fails. Tasks
-# may use it at the same time (threads of the driver do): each has a batch of its own.
 
 
 @dataclass(frozen=True)
@@ -326,10 +321,15 @@ def basic_properties(properties: Fields | None, headers: Fields | None) -> pika.
     named = {name: value for name, value in (properties or {}).items() if value is not None}
     moment = named.pop("creation_time", None)
     if moment is not None:
+        if not isinstance(moment, datetime):
+            raise InvalidInput("creation_time", "must be a datetime", moment)
         named["timestamp"] = int(in_utc(moment).timestamp())
     user = named.get("user_id")
     if isinstance(user, bytes | bytearray):
-        named["user_id"] = user.decode()
+        try:
+            named["user_id"] = user.decode()
+        except UnicodeDecodeError:
+            raise InvalidInput("user_id", "must be text in UTF-8", user) from None
     named.setdefault("delivery_mode", PERSISTENT)
     try:
         return pika.BasicProperties(headers=dict(headers) if headers else None, **named)

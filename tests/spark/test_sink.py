@@ -10,6 +10,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sharding.stream.environment import StreamEnvironment
 from spark import PublishOptions, publish_partition
+from spark.options.values import BadOption
 from tests.cluster import Cluster
 from tests.cluster.waiting import PATIENCE
 from tests.spark.stored import Orders, one_stream, reach, stored_in, super_stream
@@ -110,6 +111,17 @@ def test_mistakes_fail_the_plan_in_one_sentence(
     writer = orders.write.format("warren").options(**{**reach(cluster), **options})
     with pytest.raises(PySparkException, match=words):
         writer.mode("append").save()
+
+
+def test_stream_with_the_name_of_a_super_stream_is_refused(
+    cluster: Cluster, environment: StreamEnvironment
+) -> None:
+    """A producer of that name is the super stream's: rows went to its partition."""
+    with super_stream(environment, partitions=1) as name:
+        environment.create_stream(name)
+        with pytest.raises(BadOption, match="must not have the name of a super stream too"):
+            PublishOptions.of(stream=name, **reach(cluster)).resolved()
+        environment.delete_stream(name)
 
 
 def test_row_that_can_not_be_sent_fails_the_task_and_is_named(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from pyspark.sql.types import (
@@ -16,6 +17,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from sharding.errors import InvalidInput
 from spark.options.values import BadOption
 from spark.options.write import STREAM_OWNERS, MessageColumns, WriteOptions
 from spark.write.sink import PublishOptions, batch_writer, stream_writer
@@ -194,3 +196,15 @@ def test_basic_properties_are_persistent_unless_a_row_says_otherwise() -> None:
     )
     assert (made.message_id, made.user_id, made.timestamp, made.app_id) == ("m", "guest", 60, None)
     assert made.headers == {"region": "eu"}
+
+
+@pytest.mark.parametrize(
+    ("properties", "words"),
+    [
+        ({"user_id": b"\xff"}, "user_id: must be text in UTF-8"),
+        ({"creation_time": 60}, "creation_time: must be a datetime"),
+    ],
+)
+def test_property_that_amqp_can_not_hold_is_named(properties: Any, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        basic_properties(properties, None)
