@@ -16,14 +16,19 @@ from sharding.maps.shard_map import Node
 
 
 def node_at(peer: tuple[str, int] | None, nodes: Iterable[Node]) -> str | None:
-    """The node that listens at the address a socket is connected to."""
+    """The node that listens at the address a socket is connected to.
+
+    None also if several are known there: then it is a balancer's.
+    """
     if peer is None:
         return None
-    for node in nodes:
-        for address in node.addresses:
-            if address.port == peer[1] and peer[0] in _numeric(address.host):
-                return node.name
-    return None
+    found = {
+        node.name
+        for node in nodes
+        for address in node.addresses
+        if address.port == peer[1] and peer[0] in _numeric(address.host)
+    }
+    return found.pop() if len(found) == 1 else None
 
 
 def node_with_token(reply_to: str, nodes: Iterable[Node]) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -235,20 +236,20 @@ class ClusterNodes:
     async def _by_token(self) -> list[Member]:
         """The nodes that the maps know and those at the addresses given, told apart by token.
 
-        Of a node whose addresses are not known, or known from maps alone, nothing is known.
+        Of a node whose addresses are not known, or known from maps alone, nothing is known; nor of
+        one at whose address another node answered: a balancer's leads to each of them in turn.
         """
         by_token: dict[str, Node] = {}
         for node in self._known():
             known = by_token.setdefault(token_of(node), node)
             addresses = tuple(dict.fromkeys([*known.addresses, *node.addresses]))
             by_token[token_of(node)] = replace(known, addresses=addresses)
-        members = {}
+        reached: dict[str, Member] = {}
+        answered: set[Address] = set()
         places = [*self._given]
         for node in by_token.values():
             trusted = [each for each in node.addresses if self._trust.allows(each)]
             places += [same_but_at(self._given[0], each.host, each.port) for each in trusted]
-            unknown = Member(node, running=True, drained=None)
-            members[node.name] = Member(node, running=False) if trusted else unknown
         for (host, port), parameters in {(each.host, each.port): each for each in places}.items():
             try:
                 token, cluster_name = await self._token_at(parameters)
@@ -256,12 +257,22 @@ class ClusterNodes:
                 if isinstance(error, Refused) and error.code == ACCESS_REFUSED:
                     raise  # it runs, and nobody may take it for one that is down
                 continue
+            answered.add(Address(str(host), int(port)))
             if token not in by_token:
                 name = name_for(token, str(host), cluster_name)
                 by_token[token] = Node(name, (Address(str(host), int(port)),), token)
-            here = by_token[token]
-            members[here.name] = Member(here, running=True)
-        return [members[name] for name in sorted(members)]
+            reached[token] = Member(by_token[token], running=True)
+        members = [
+            reached.get(token) or self._not_reached(node, answered)
+            for token, node in by_token.items()
+        ]
+        return sorted(members, key=lambda member: member.name)
+
+    def _not_reached(self, node: Node, answered: AbstractSet[Address]) -> Member:
+        tried = [each for each in node.addresses if self._trust.allows(each)]
+        if tried and answered.isdisjoint(tried):
+            return Member(node, running=False)
+        return Member(node, running=True, drained=None)
 
     async def _token_at(self, parameters: pika.ConnectionParameters) -> tuple[str, str]:
         session = await Session.open(parameters, self._timeouts.answer)

@@ -218,6 +218,13 @@ class Manager:
         if self._sharded not in self._plane.log.state.maps:
             raise Forgotten(self._sharded)
 
+    async def _is_in_a_map(self, shard: str) -> bool:
+        """As the log says now: what was read when this round began may be old."""
+        await self._plane.connected()
+        await self._plane.refresh()
+        maps = self._plane.log.state.maps.values()
+        return any(each.name == shard for shard_map in maps for each in shard_map.shards)
+
     async def _as_seen(self, member: Member, was_reached: bool) -> Member:
         """Find out whether a node is in maintenance mode where the management API does not say."""
         if not member.running or member.drained is not None:
@@ -386,8 +393,9 @@ class Manager:
     ) -> bool:
         """Outrank the policy that moved a new shard, and make it again, if it is empty and unused.
 
-        What is on its way to a queue when that is deleted the broker confirms and drops. So the
-        queue is unbound first: another manager, or an earlier life of the name, may have bound it.
+        What is on its way to a queue when that is deleted the broker confirms and drops. So a queue
+        that another manager has put into a map, or made at home, meanwhile is left alone, and the
+        queue is unbound first: an earlier life of the name may have bound it.
         """
         try:
             await asyncio.to_thread(self._set_locator_policy, shard.name)
@@ -397,6 +405,8 @@ class Manager:
                 f"queues, and this user may not set another ({error}; it needs 'policymaker')"
             )
             return False
+        if await self._is_in_a_map(shard.name) or await self._where(shard) == shard.node:
+            return True
         channel: Channel = await session.channel()
         try:
             await channel.unbind(shard.name, exchange, shard.name)

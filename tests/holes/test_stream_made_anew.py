@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -240,16 +240,20 @@ def test_chunk_of_the_new_stream_is_no_witness_of_the_old_one(
             assert isinstance(failures[0], StreamReplaced)
 
 
+@pytest.mark.parametrize("offset", ["next", 5])
 @pytest.mark.parametrize("begun", [True, False])
 def test_group_that_had_begun_reads_all_of_a_stream_made_anew_while_no_worker_was_there(
-    environment: StreamEnvironment, begun: bool
+    environment: StreamEnvironment, begun: bool, offset: Literal["next"] | int
 ) -> None:
     """Its offsets go with the stream: a worker that came later took the end of the new one for
-    "next", and skipped what was in it. A group that had not begun is right to do so."""
+    "next", or the offset given for one of the new one, and skipped what was in it. A group that had
+    not begun is right to do so."""
     if environment.server_version < (3, 11):
         pytest.skip("consumer groups need RabbitMQ 3.11")
     handled: list[bytes] = []
-    options = patient.stream_group(settle_time=0.1, offset="next")
+    options = patient.stream_group(settle_time=0.1, offset=offset)
+    left_out = 0 if offset == "next" else offset
+    old = numbers(b"old", 10)[left_out:]
 
     def group() -> StreamConsumerGroup:
         return StreamConsumerGroup(
@@ -265,14 +269,17 @@ def test_group_that_had_begun_reads_all_of_a_stream_made_anew_while_no_worker_wa
             with group() as first:
                 wait_until(lambda: first.counters["taken"] == 1)
                 publish(environment, stream, numbers(b"old", 10))
-                wait_until(lambda: len(handled) == 10)
+                wait_until(lambda: len(handled) == len(old))
         make_anew(environment, stream)
-        publish(environment, stream, numbers(b"new", 20))
+        new = numbers(b"new", 20)
+        publish(environment, stream, new)
         with group() as second:
             wait_until(lambda: second.counters["taken"] == 1)
             publish(environment, stream, [b"the last"])
             wait_until(lambda: handled[-1:] == [b"the last"])
             assert second.counters["losses"] == begun
-        expected = numbers(b"old", 10) + numbers(b"new", 20) if begun else []
-        assert handled == [*expected, b"the last"]
+        if begun:
+            assert handled == [*old, *new, b"the last"]
+        else:
+            assert handled == [*(new[left_out:] if left_out else []), b"the last"]
         environment.delete_stream(f"warren.group.{stream}", missing_ok=True)

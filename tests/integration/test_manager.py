@@ -15,7 +15,7 @@ import pytest
 from interceptors import ShardedChannel
 from sharding import Node as SeenNode
 from sharding import Policy, ShardMap, ShardName, Topology
-from sharding.amqp.session import Refused
+from sharding.amqp.session import Channel, Refused
 from sharding.cluster.futures import TopologyFutures
 from sharding.cluster.management import ClusterView
 from sharding.cluster.provisioner import Forgotten, Manager, locator_policy
@@ -132,6 +132,41 @@ def test_shards_stay_home_under_a_hostile_locator_policy(cluster: Cluster) -> No
         ensured = topology.ensure(logical)
     assert shards_in_broker(cluster, logical) == names(logical, cluster.nodes, 4)
     assert any(locator_policy(logical) in note for note in ensured.notes)
+
+
+@pytest.mark.usefixtures("hostile")
+def test_shard_that_another_manager_has_put_into_a_map_meanwhile_is_not_deleted(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manager that was held up took it for new still, and deleted it: what was on its way to it
+    was confirmed and dropped."""
+    set_policy, delete_empty = Manager._set_locator_policy, Channel.delete_empty
+    is_held_up, is_in_a_map = threading.Event(), threading.Event()
+    deleted: list[str] = []
+
+    def hold_up_the_first(manager: Manager, shard: str) -> None:
+        set_policy(manager, shard)
+        if not is_held_up.is_set():
+            is_held_up.set()
+            assert is_in_a_map.wait(PATIENCE)
+
+    async def watched(channel: Channel, queue: str) -> None:
+        if is_in_a_map.is_set():
+            deleted.append(queue)
+        await delete_empty(channel, queue)
+
+    monkeypatch.setattr(Manager, "_set_locator_policy", hold_up_the_first)
+    monkeypatch.setattr(Channel, "delete_empty", watched)
+    logical = fresh_queue()
+    with topology_of(cluster) as slow, topology_of(cluster) as quick:
+        quick.set_policy(Policy.exactly(logical, 2, name=logical))
+        held_up = slow.futures.ensure(logical)
+        assert is_held_up.wait(PATIENCE)
+        shard_map = quick.ensure(logical).shard_map
+        is_in_a_map.set()
+        assert held_up.result(PATIENCE).shard_map.shards == shard_map.shards
+    assert deleted == []
+    assert shards_in_broker(cluster, logical) == {each.name: each.node for each in shard_map.shards}
 
 
 @pytest.mark.usefixtures("hostile")

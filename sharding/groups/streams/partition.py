@@ -36,6 +36,7 @@ from sharding.stream.consumer.inbox import Inbox, Lane, Taken
 from sharding.stream.consumer.offset_store import store_offset, store_offset_surely, stored_offset
 from sharding.stream.consumer.starting import (
     BEGUN,
+    LEAVES_OUT,
     begun_name,
     is_moving,
     turn_offset,
@@ -52,6 +53,7 @@ from sharding.stream.protocol.versions import OURS
 
 _TRY_AGAIN = 0.2
 _TIMEOUT = 5.0
+_NOTE_AGAIN = 30.0
 
 STREAM_IS_GONE = (StreamNotFound, StreamReplaced)
 """One that comes back under the name is another one."""
@@ -458,6 +460,8 @@ class GroupOffsets:
     ) -> None:
         self.are_gone = False
         """The group had begun, and nothing of what it had stored is there."""
+        self._note_at: float | None = None
+        """When to note that the group has begun; None: in this turn that is done, or not needed."""
         self._members = members
         self._subscription = subscription
         self._stream = subscription.stream
@@ -478,7 +482,9 @@ class GroupOffsets:
         place = turn_offset(
             client, self._stream, self._reading, own, self._access, _TIMEOUT, has_begun
         )
-        if is_moving(self._reading):
+        kind = offset_spec(self._reading.offset).kind
+        self._note_at = self._clock() if kind in LEAVES_OUT else None
+        if is_moving(self._reading):  # the place is stored; an offset that was given is not yet
             self._note_begun(client)
         return place
 
@@ -490,11 +496,15 @@ class GroupOffsets:
             return False
 
     def _note_begun(self, client: StreamClient) -> None:
-        """A place is stored by now, so the group has begun. The next turn tries again."""
+        """A place is stored by now, so the group has begun. What is stored later tries again."""
+        if self._note_at is None or self._clock() < self._note_at:
+            return
+        self._note_at = self._clock() + _NOTE_AGAIN
         try:
             if not self._has_begun(client):
                 name, deadline = begun_name(self._group, self._stream), self._clock() + _TIMEOUT
                 store_offset_surely(client, name, self._members, BEGUN, deadline, self._clock)
+            self._note_at = None
         except WarrenError as error:
             logger.info("%s: that the group has begun is not noted yet: %s", self._stream, error)
 
@@ -504,6 +514,7 @@ class GroupOffsets:
             client = self._subscription.connection(self._clock())
             store_offset(client, self._group, self._stream, offset)
             self._counts.add("stores")
+            self._note_begun(client)
 
     def store_surely(self, offset: int, deadline: float) -> None:
         """Return when the broker has it, or with a warning at the deadline.
@@ -517,6 +528,7 @@ class GroupOffsets:
             until = max(deadline, soon)
             store_offset_surely(client, self._group, self._stream, offset, until, self._clock)
             self._counts.add("stores")
+            self._note_begun(client)
         except WarrenError as error:
             logger.warning("%s: offset %d was not stored: %s", self._stream, offset, error)
 

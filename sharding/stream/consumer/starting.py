@@ -20,8 +20,9 @@ The rules:
    is why the old one is asked for after the new one.
 4. *Who has begun does not begin again.* The broker keeps offsets in the stream itself: they go with
    it when it is deleted, and when retention has deleted all that they name. A group that finds
-   none would take the end of another stream for its place, and skip what is in it. So it notes
-   elsewhere (`begun_name`) that it has begun; where it has, and nothing is stored, it reads all.
+   none would take the end of another stream for its place, or an offset that was meant for the old
+   one, and skip what is before it. So it notes elsewhere (`begun_name`) that it has begun; where it
+   has, and nothing is stored, it reads all.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warren.stream.consumer")
 
 _MOVING = (OffsetType.NEXT, OffsetType.LAST)
+LEAVES_OUT = (*_MOVING, OffsetType.OFFSET)
+"""Places that were meant for one stream: in another one they leave out what nobody has read."""
 _LEADER_PATIENCE = 2.0
 
 
@@ -86,7 +89,8 @@ def turn_offset(
     if known:
         return max(known)
     if not is_moving(options):
-        return _place(client, stream, options, access, timeout)
+        place = _place(client, stream, options, access, timeout)
+        return 0 if place and has_begun() else place  # an offset of the stream that was replaced
     fixed = stored_offset(client, place_name(name), stream, timeout)
     if fixed is not None:
         return fixed

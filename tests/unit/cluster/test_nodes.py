@@ -6,12 +6,15 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pika
 import pytest
 
 from sharding.amqp.addresses import connection_parameters
 from sharding.cluster.management import ClusterView, Management, NoAnswer
 from sharding.cluster.nodes import ClusterNodes, Proof, Timeouts
 from sharding.cluster.trust import Trust
+from sharding.errors import Unreachable
+from sharding.maps.shard_map import Address, Node
 from tests.unit.cluster.test_cluster_view import Api
 
 SESSION: Any = SimpleNamespace(where="here:5672")
@@ -68,3 +71,31 @@ def test_a_stranger_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     assert nodes._judged([None], SESSION) == {}
     assert nodes._judged([None], SESSION) == {}
     assert [each.split(" is ")[0] for each in caplog.messages] == ["the management API http://1"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "down"),
+    [
+        ({"balancer": "token-b"}, []),
+        ({}, ["rabbit@a", "rabbit@b"]),
+    ],
+)
+def test_a_node_at_whose_address_another_answers_is_not_down(
+    answers: dict[str, str], down: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A balancer leads to each node in turn: those that it did not lead to were taken for down,
+    and with `on_unavailable: move` their keys went elsewhere at each round."""
+    at_balancer = (Address("balancer", 5672),)
+    known = [Node("rabbit@a", at_balancer, "token-a"), Node("rabbit@b", at_balancer, "token-b")]
+    given = [connection_parameters("amqp://balancer")]
+    view = ClusterView([])
+    nodes = ClusterNodes(view, given, Timeouts(1, 1), lambda: known, Trust(["balancer"]))
+
+    async def token_at(parameters: pika.ConnectionParameters) -> tuple[str, str]:
+        if str(parameters.host) not in answers:
+            raise Unreachable("refused")
+        return answers[str(parameters.host)], "a cluster"
+
+    monkeypatch.setattr(nodes, "_token_at", token_at)
+    found = asyncio.run(nodes.members(SESSION))
+    assert [each.name for each in found if not each.running] == down
