@@ -309,8 +309,13 @@ def export_maps(
     with connected(url, management) as topology:
         topology.refresh(topology.options.start_timeout)
         state = topology.state
+    if not (state.policies or state.maps) and path.exists():
+        why = "it is left as it is: the map log is empty, and it may be all that is left of another"
+        raise UnusableFile(f"{path}: {why}")
+    beside = path.with_name(f"{path.name}.new")
     try:
-        path.write_text(state_file.dumps(state))
+        beside.write_text(state_file.dumps(state))
+        beside.replace(path)  # at once, or not at all
     except OSError as error:
         raise UnusableFile(f"{path}: {error.strerror}") from None
     typer.echo(f"{len(state.policies)} policies and {len(state.maps)} maps")

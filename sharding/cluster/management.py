@@ -279,7 +279,7 @@ class ClusterView:
         except NoAnswer as error:
             if error.status == 404:
                 return False
-            if error.status is not None and error.status < 500:
+            if _is_about_the_thing(error):
                 return None
             raise
         with _read_as_an_answer(api):
@@ -290,7 +290,7 @@ class ClusterView:
         try:
             listed = api.get("vhosts", vhost, "connections", timeout=self._timeout)
         except NoAnswer as error:
-            if error.status is not None and error.status < 500:
+            if _is_about_the_thing(error):
                 return False
             raise
         with _read_as_an_answer(api):
@@ -310,6 +310,12 @@ class ClusterView:
                 return None
             raise
         return str(found["node"]) if found.get("node") else None
+
+
+def _is_about_the_thing(error: NoAnswer) -> bool:
+    """Whether an API refused what was asked, and not who asks: a wrong password changes nothing by
+    asking for something else."""
+    return error.status is not None and error.status < 500 and error.status != 401
 
 
 @contextmanager

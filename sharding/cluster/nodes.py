@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import pika
@@ -80,6 +81,8 @@ class ClusterNodes:
         self._threads: ThreadPoolExecutor | None = None
         self.last: list[Member] = []
         """The nodes as they were when that was last proved."""
+        self._addresses: Mapping[str, Sequence[Address]] = {}
+        """Where each listens that an API of this cluster still names."""
         view.believe(())
 
     def close(self) -> None:
@@ -117,9 +120,17 @@ class ClusterNodes:
             await self._prove(session)
             if self._view.is_believed:
                 self.last = await self._seen()
-                addresses = [each for member in self.last for each in member.node.addresses]
-                self._trust.confirm(addresses)
+                self._trust.confirm(self._listening())
             self._proved_on = session
+
+    def _listening(self) -> Iterator[Address]:
+        """Where the nodes listen; one that is down tells nobody, and comes back where it was."""
+        before = self._addresses
+        self._addresses = {
+            token_of(node): node.addresses or before.get(token_of(node), ())
+            for node in (member.node for member in self.last)
+        }
+        return chain.from_iterable(self._addresses.values())
 
     async def prove(self, session: Session) -> None:
         """Find out which APIs are of the cluster that this connection is on.

@@ -51,6 +51,10 @@ def test_a_log_is_restored_from_a_file_and_keys_keep_their_shards(
     policies = topology.state.policies
     assert warren(node, "maps", "export", str(file))[0] == 0
     lose_the_log(cluster, topology)
+    saved = file.read_bytes()
+    code, said = warren(node, "maps", "export", str(file))  # what cron does the night after
+    assert (code, "left as it is" in said) == (1, True), said
+    assert file.read_bytes() == saved
     code, said = warren(node, "maps", "import", str(file))
     assert (code, "in the log" in said) == (0, True), said
     topology.refresh(PATIENCE)

@@ -12,6 +12,11 @@ from sharding.cluster.management import ClusterView, Management, NoAnswer
 NAMES = ["rabbit@a", "rabbit@b", "rabbit@c"]
 
 
+def listener(name: str) -> dict[str, object]:
+    """Brokers list none for a node that is down."""
+    return {"node": name, "protocol": "amqp", "ip_address": f"host-{name[-1]}", "port": 5672}
+
+
 class Api(Management):
     def __init__(self, url: str, down: str = "", silent: bool = False) -> None:
         super().__init__(url)
@@ -25,7 +30,8 @@ class Api(Management):
         if vars(self)["silent"]:
             raise NoAnswer("timed out", in_time=False)
         if path == ("overview",):
-            return {"listeners": []}
+            up = [name for name in NAMES if name not in vars(self)["down"]]
+            return {"listeners": [listener(name) for name in up]}
         return [{"name": name, "running": name not in vars(self)["down"]} for name in NAMES]
 
 

@@ -73,6 +73,40 @@ def test_a_stranger_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [each.split(" is ")[0] for each in caplog.messages] == ["the management API http://1"]
 
 
+def test_a_node_that_is_down_may_be_asked_where_it_listened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was asked for through others, which hold a question about its queues for a minute."""
+    api, trust = Api("http://1"), Trust([])
+    given = [connection_parameters("amqp://here")]
+    nodes = ClusterNodes(ClusterView([api]), given, Timeouts(1, 1), list, trust)
+
+    async def believe(_: Any) -> None:
+        nodes._proofs = {api: Proof.QUEUE}
+        nodes._view.believe([api])
+
+    monkeypatch.setattr(nodes, "_prove", believe)
+    for down in ("", "rabbit@b"):
+        object.__setattr__(api, "down", down)
+        asyncio.run(nodes.learn(SESSION))
+        assert trust.allows(Address("host-b", 5672))
+        assert not trust.allows(Address("host-d", 5672))
+    nodes.close()
+
+
+def test_a_wrong_password_is_named_and_not_taken_for_another_clusters_api() -> None:
+    class Refusing(Api):
+        def get(self, *path: str, timeout: float = 10) -> Any:  # noqa: ARG002
+            raise NoAnswer("GET http://1: 401 Not authorised", 401)
+
+    api = Refusing("http://1")
+    nodes = nodes_of(api)
+    session: Any = SimpleNamespace(where="here:5672", instance="me")
+    with pytest.raises(NoAnswer, match="401"):
+        asyncio.run(nodes._proof_of(api, "a queue", session))
+    nodes.close()
+
+
 @pytest.mark.parametrize(
     ("answers", "down"),
     [
