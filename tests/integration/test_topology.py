@@ -142,7 +142,7 @@ def test_reader_whose_node_has_no_replica_of_the_log_finds_one(harmed: Cluster) 
         state = topology.set_policy(Policy("known", "^never$", 1))
     fourth = harmed.add_node()
     try:
-        with topology_of([fourth], options=None) as late:
+        with topology_of([fourth]) as late:
             assert late.state == state
     finally:
         harmed.remove_node(fourth)

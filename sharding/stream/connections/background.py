@@ -9,8 +9,9 @@ cost a handful of threads. A job goes into one of these lanes, which never wait 
 * `beside`: writing to a node, which may not read. Each node has a thread of its own, so that one
   that hangs holds up nobody's writes but its own.
 
-Threads start when they are first needed and are daemons: an environment that was left open does
-not keep the process alive.
+Threads are daemons: an environment that was left open does not keep the process alive. That of the
+timers is there from the beginning and starts the others when they are first needed. Callers do not:
+what a signal handler raises there can end a thread that was just started, and nobody would know.
 """
 
 from __future__ import annotations
@@ -51,10 +52,9 @@ class Timer:
         self.cancelled = True
         self.job = _nothing  # the heap holds the timer until it is due, but not what the job holds
 
-    def start(self) -> None:
-        """Hand the job to its lane."""
-        if not self.cancelled:
-            self._lane.add(self)
+    def start(self) -> _Lane | None:
+        """Hand the job to its lane; returns it if it needs another thread."""
+        return self._lane if not self.cancelled and self._lane.add(self) else None
 
 
 class Recovery:
@@ -70,11 +70,13 @@ class Recovery:
         self._changed = threading.Condition()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
-        self._thread: threading.Thread | None = None
         self._closed = False
         self._long = _Lane("warren-recovery", workers)
         self._short = _Lane("warren-timer", SHORT_WORKERS)
         self._nodes: dict[object, _Lane] = {}
+        self._short_of_threads: list[_Lane] = []
+        self._thread = threading.Thread(target=self._run, name="warren-timers", daemon=True)
+        self._thread.start()
 
     def schedule(self, delay: float, job: Job) -> Timer:
         """Run `job` in `delay` seconds on a thread that may wait; returns what can cancel it."""
@@ -92,7 +94,7 @@ class Recovery:
             lane = self._nodes.get(node)
             if lane is None:
                 lane = self._nodes[node] = _Lane(f"warren-writes-{node}", 1)
-        lane.add(Timer(0, job, lane))
+        self._start(Timer(0, job, lane))
 
     def close(self, timeout: float = 5) -> None:
         """Start nothing any more, and wait up to `timeout` for what runs."""
@@ -100,10 +102,9 @@ class Recovery:
         with self._changed:
             self._closed = True
             self._timers.clear()
-            thread = self._thread
             self._changed.notify()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(max(0.0, deadline - self._clock()))
+        if self._thread is not threading.current_thread():
+            self._thread.join(max(0.0, deadline - self._clock()))
         for lane in (self._long, self._short, *self._nodes.values()):
             lane.close(lambda: max(0.0, deadline - self._clock()))
 
@@ -118,19 +119,23 @@ class Recovery:
             with self._changed:
                 if self._closed:
                     timer.cancel()
-            timer.start()
+            self._start(timer)
             return timer
         with self._changed:
             if self._closed:
                 timer.cancel()
                 return timer
             heapq.heappush(self._timers, (timer.due, next(self._order), timer))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="warren-timers", daemon=True)
-                self._thread.start()
-            elif self._timers[0][2] is timer:
+            if self._timers[0][2] is timer:
                 self._changed.notify()
         return timer
+
+    def _start(self, timer: Timer) -> None:
+        lane = timer.start()
+        if lane is not None:
+            with self._changed:
+                self._short_of_threads.append(lane)
+                self._changed.notify()
 
     def _run(self) -> None:
         while True:
@@ -141,10 +146,11 @@ class Recovery:
                 now = self._clock()
                 while self._timers and self._timers[0][0] <= now:
                     due.append(heapq.heappop(self._timers)[2])
-                if not due:
+                lanes, self._short_of_threads = self._short_of_threads, []
+                if not (due or lanes):
                     self._changed.wait(self._timers[0][0] - now if self._timers else None)
-            for timer in due:
-                timer.start()
+            for lane in [*lanes, *filter(None, (timer.start() for timer in due))]:
+                lane.grow()
 
 
 class _Lane:
@@ -159,13 +165,22 @@ class _Lane:
         self._idle = 0
         self._closed = False
 
-    def add(self, timer: Timer) -> None:
+    def add(self, timer: Timer) -> bool:
+        """Returns whether another thread should be started for it (`grow`)."""
         with self._changed:
             if self._closed:
-                return
+                return False
             self._jobs.append(timer)
-            if self._idle >= len(self._jobs) or len(self._threads) == self._workers:
-                self._changed.notify()
+            self._changed.notify()
+            return self._is_short
+
+    @property
+    def _is_short(self) -> bool:
+        return self._idle < len(self._jobs) and len(self._threads) < self._workers
+
+    def grow(self) -> None:
+        with self._changed:
+            if self._closed or not self._is_short:
                 return
             name = f"{self._name}-{len(self._threads)}"
             thread = threading.Thread(target=self._run, name=name, daemon=True)
