@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from interceptors.connections import AsyncShardedConnection, ShardedConnection
+from interceptors.method_rules import Placement
 from interceptors.pika_blocking import ShardedChannel
 from interceptors.pika_callback import AsyncShardedChannel
-from interceptors.rules import Placement
 from sharding.outcomes import NotStored, Outcome, PerhapsNotStored, Report, Result
 from sharding.publishing.publisher import Batch, PublisherClosed, ShardedPublisher, WindowFull
 

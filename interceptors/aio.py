@@ -1,7 +1,7 @@
 """`AioShardedChannel`, `AioShardedConnection`: drop-ins for aio-pika's, plain and robust.
 
-Whatever is not in the table of `rules` is the wrapped channel's own. Queue and exchange objects are
-in `aio_objects`, what becomes of consumers in `aio_consumers`.
+Whatever is not in the table of `method_rules` is the wrapped channel's own. Queue and exchange
+objects are in `aio_objects`, what becomes of consumers in `aio_consumers`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aio_pika.abc import (
 from aio_pika.exceptions import ChannelInvalidStateError, ChannelPreconditionFailed
 from aio_pika.tools import CallbackCollection
 
-from interceptors import rules
+from interceptors import method_rules
 from interceptors.aio_consumers import Consumer, Consumers
 from interceptors.aio_objects import (
     AskedReturns,
@@ -41,7 +41,7 @@ from interceptors.aio_objects import (
 )
 from interceptors.calls import Calls
 from interceptors.connections import WrappedConnection
-from interceptors.rules import Placement
+from interceptors.method_rules import Placement
 from sharding.amqp.connected_node import REPLY_TO
 from sharding.cluster.provisioner import net
 from sharding.cluster.topology import Topology
@@ -325,7 +325,7 @@ class AioShardedChannel(Proxy):
         **options: Any,
     ) -> Any:
         kind = getattr(type, "value", type)
-        sharded = kind == rules.EXCHANGE_TYPE
+        sharded = kind == method_rules.EXCHANGE_TYPE
         flags = {
             **options,
             "type": ExchangeType.DIRECT.value if sharded else kind,
@@ -350,9 +350,9 @@ class AioShardedChannel(Proxy):
             )
         else:
             target = name if shard_map is None else shard_map.exchange
-            if rules.would_make(shard_map, target, passive):
+            if method_rules.would_make(shard_map, target, passive):
                 await self._calls.make_again(shard_map)
-            own = rules.exchange_arguments(shard_map, target, kind, arguments)
+            own = method_rules.exchange_arguments(shard_map, target, kind, arguments)
             declared = await declare(target, own)
         return self._stand_in(ShardedExchange, name, declared)
 
@@ -394,7 +394,7 @@ class AioShardedChannel(Proxy):
             return False
         if await self._shard_map(queue) is None:
             return False
-        await self._port.start_refusing(rules.refusal(verb, queue))
+        await self._port.start_refusing(method_rules.refusal(verb, queue))
         return True
 
 
@@ -462,7 +462,7 @@ class AioPort:
             channel = await self._channel.get_underlay_channel()
             closing: asyncio.Future[Any] = channel.closing
             closing.add_done_callback(lambda closed: _give_reason(closed, text))
-            await channel.basic_ack(rules.NO_SUCH_DELIVERY, wait=False)
+            await channel.basic_ack(method_rules.NO_SUCH_DELIVERY, wait=False)
         return closing
 
     async def connection(self) -> tuple[object, tuple[str, int] | None]:
@@ -479,7 +479,7 @@ def _give_reason(closed: asyncio.Future[Any], text: str) -> None:
     """aiormq hands the one exception to all who wait on the channel and to its callbacks."""
     problem = None if closed.cancelled() else closed.exception()
     ours = isinstance(problem, ChannelPreconditionFailed)
-    if problem is not None and ours and str(rules.NO_SUCH_DELIVERY) in str(problem):
+    if problem is not None and ours and str(method_rules.NO_SUCH_DELIVERY) in str(problem):
         problem.args = (text,)
 
 

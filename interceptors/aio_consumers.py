@@ -31,7 +31,7 @@ from aio_pika.exceptions import AMQPError
 from aio_pika.tools import CallbackCollection
 
 from interceptors.calls import Background, new_tag, settle, shards_of
-from interceptors.rules import EveryShard
+from interceptors.method_rules import EveryShard
 from sharding.backoff import Backoff
 from sharding.cluster.topology import Topology
 from sharding.errors import WarrenError

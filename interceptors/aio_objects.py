@@ -20,7 +20,7 @@ from aio_pika.exceptions import DeliveryError, PublishError
 from aio_pika.tools import STUB_AWAITABLE, CallbackCollection
 from aio_pika.transaction import Transaction
 
-from interceptors import rules
+from interceptors import method_rules
 from sharding.errors import OutcomeUnknown
 from sharding.maps.shard_map import ShardMap
 from sharding.publishing.addressing import LARGEST_FRAME, check_room, headers_to
@@ -289,7 +289,7 @@ class ShardedExchange(Proxy):
             result = await sending.to_shard_in(fresh)
             if not _came_back(result):
                 return result
-        raise rules.unbound(str(sending.shard), self._logical)
+        raise method_rules.unbound(str(sending.shard), self._logical)
 
     async def delete(self, if_unused: bool = False, timeout: float | None = None) -> Any:
         async def delete(_: str) -> Any:
@@ -368,10 +368,10 @@ class _Sending:
 
         What came back is the result; it is raised only to an application that asked for both.
         """
-        rules.check_key(shard_map, self._routing_key)
+        method_rules.check_key(shard_map, self._routing_key)
         shard = shard_map.shard_of(self._routing_key)
         away = self._owner._topology.unavailable(shard.name)
-        rules.check_available(shard_map, shard, away)
+        method_rules.check_available(shard_map, shard, away)
         self.shard = shard.name
         sent = _Addressed(self._message, shard.name)
         exchange = await self._exchange.exchange_of(shard_map)

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from pika.spec import Basic
 
-from interceptors.rules import EveryShard
+from interceptors.method_rules import EveryShard
 from sharding.errors import Unreachable
 
 T = TypeVar("T")

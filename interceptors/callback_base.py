@@ -19,10 +19,10 @@ from pika.channel import Channel
 from pika.exceptions import ChannelClosedByBroker, ChannelWrongStateError
 from pika.spec import Channel as ChannelMethods
 
-from interceptors import rules
+from interceptors import method_rules
 from interceptors.call_order import Answer, CallOrder, Done, InTurn, Steps, Work
 from interceptors.calls import Calls
-from interceptors.rules import Placement
+from interceptors.method_rules import Placement
 from sharding.amqp.connected_node import REPLY_TO, peer_of
 from sharding.cluster.topology import Topology
 from sharding.maps.shard_map import ShardMap
@@ -134,7 +134,7 @@ class DeferringChannel:
         self._refusal = self._refusal or text
         self._order.stop()
         if self._channel.is_open:
-            self._inner._rpc(InTurn(rules.NO_SUCH_DELIVERY))
+            self._inner._rpc(InTurn(method_rules.NO_SUCH_DELIVERY))
         elif not (self._channel.is_closing or self._channel.is_closed):
             self._inner.add_callback(lambda _: self._refuse(text), [ChannelMethods.OpenOk])
 
@@ -151,9 +151,9 @@ class DeferringChannel:
         if (
             self._refusal is not None
             and isinstance(reason, ChannelClosedByBroker)
-            and str(rules.NO_SUCH_DELIVERY) in reason.reply_text
+            and str(method_rules.NO_SUCH_DELIVERY) in reason.reply_text
         ):
-            reason = ChannelClosedByBroker(rules.PRECONDITION_FAILED, self._refusal)
+            reason = ChannelClosedByBroker(method_rules.PRECONDITION_FAILED, self._refusal)
             self._inner._closing_reason = reason
         for callback in list(self._close_callbacks):
             callback(self, reason)

@@ -21,11 +21,11 @@ from pika import validators
 from pika.channel import Channel
 from pika.spec import Basic
 
-from interceptors import rules
+from interceptors import method_rules
 from interceptors.call_order import Done, Wake
 from interceptors.callback_base import DeferringChannel, OnFrame
 from interceptors.calls import send_again
-from interceptors.rules import Placement, Returned, Stray
+from interceptors.method_rules import Placement, Returned, Stray
 from sharding.cluster.topology import Topology
 from sharding.errors import InvalidInput, OutcomeUnknown, WarrenError
 from sharding.maps.shard_map import Shard, ShardMap
@@ -155,7 +155,7 @@ class PublishingChannel(DeferringChannel):
         """Those of them that were in the transaction that goes on."""
         self._confirmed = Wake()
         self._transacting = False
-        self._returns = rules.Returns()
+        self._returns = method_rules.Returns()
         self._strays: list[Stray] = []
         self._at_close += [self._log_strays, self._leave_behind]
         channel.add_on_return_callback(self._on_return)
@@ -207,7 +207,7 @@ class PublishingChannel(DeferringChannel):
         properties: pika.BasicProperties | None = None,
         mandatory: bool = False,
     ) -> None:
-        exchange, routing_key = rules.as_read(exchange), rules.as_read(routing_key)
+        exchange, routing_key = method_rules.as_read(exchange), method_rules.as_read(routing_key)
         if self._order.idle and not self._has_to_bring(exchange):
             self._publish(exchange, routing_key, body, properties, mandatory, True)
             return
@@ -217,7 +217,7 @@ class PublishingChannel(DeferringChannel):
         if shard_map is not None:
             shard = shard_map.shard_of(routing_key)
             self._check_available(shard_map, shard)
-            rules.check_key(shard_map, routing_key)
+            method_rules.check_key(shard_map, routing_key)
             headers_to(properties.headers if properties else None, shard.name)
         if properties is not None:  # the application may use its own again at once
             properties = copy.copy(properties)
@@ -257,14 +257,14 @@ class PublishingChannel(DeferringChannel):
             returns = mandatory or self._topology.may_drop(exchange, routing_key)
             self._channel.basic_publish(exchange, routing_key, body, properties, returns)
             if self._unconfirmed is not None and returns:
-                content = content_of(exchange, routing_key, rules.as_bytes(body))
+                content = content_of(exchange, routing_key, method_rules.as_bytes(body))
                 publication = Publication(content, None, asked=mandatory)
         else:
-            rules.check_key(shard_map, routing_key)
+            method_rules.check_key(shard_map, routing_key)
             shard = shard_map.shard_of(routing_key)
             if only_if_available:
                 self._check_available(shard_map, shard)
-            body = rules.as_bytes(body)
+            body = method_rules.as_bytes(body)
             sent = self._addressed(properties, shard.name)
             self._channel.basic_publish(shard_map.exchange, routing_key, body, sent, True)
             if self._unconfirmed is not None:
@@ -314,7 +314,7 @@ class PublishingChannel(DeferringChannel):
             )
 
     def _check_available(self, shard_map: ShardMap, shard: Shard) -> None:
-        rules.check_available(shard_map, shard, self._topology.unavailable(shard.name))
+        method_rules.check_available(shard_map, shard, self._topology.unavailable(shard.name))
 
     def _on_confirm(self, frame: Any) -> None:
         if self._unconfirmed is None:
@@ -347,9 +347,9 @@ class PublishingChannel(DeferringChannel):
         verdict = Returned.UNSTORED if publication else self._returns.came_back(*what)
         if verdict is Returned.ASKED:
             return True
-        full = self._transacting or len(self._strays) >= rules.MOST_STRAYS
+        full = self._transacting or len(self._strays) >= method_rules.MOST_STRAYS
         if verdict is Returned.UNSTORED or full:
-            logger.error("%s", rules.unstored(used.logical, method.routing_key))
+            logger.error("%s", method_rules.unstored(used.logical, method.routing_key))
             self._suspect(used.shard_of(method.routing_key).name)
             return False
         self._strays.append(Stray(used.logical, method.routing_key, properties, body))
@@ -362,14 +362,14 @@ class PublishingChannel(DeferringChannel):
 
     def _log_strays(self) -> None:
         for stray in self._strays:
-            logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
+            logger.error("%s", method_rules.unstored(stray.logical, stray.routing_key))
 
     def _publish_stray(self, shard_map: ShardMap, shard: str, stray: Stray) -> None:
         def publish() -> None:
             # Confirms or a transaction may have begun before it: it would be nobody's confirm, and
             # one more than the application counts, or wait for a commit that may never come.
             if self._unconfirmed is not None or self._transacting:
-                logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
+                logger.error("%s", method_rules.unstored(stray.logical, stray.routing_key))
                 return
             sent = self._addressed(stray.properties, shard)
             exchange, key = shard_map.exchange, stray.routing_key

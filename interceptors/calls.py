@@ -1,9 +1,9 @@
 """The intercepted calls: what each means for a logical name, written once for all channels.
 
-A call is a coroutine that decides by `rules`, and waits and sends through a port. pika's blocking
-channel, pika's callbacks and aio-pika differ in just that: how one waits (`call_order` for pika's
-two, asyncio for aio-pika), and how a method of the wrapped channel is called. Publishing is not
-here: it is each channel's own, for speed, over the same rules.
+A call is a coroutine that decides by `method_rules`, and waits and sends through a port. pika's
+blocking channel, pika's callbacks and aio-pika differ in just that: how one waits (`call_order` for
+pika's two, asyncio for aio-pika), and how a method of the wrapped channel is called. Publishing is
+not here: it is each channel's own, for speed, over the same rules.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from interceptors import rules
-from interceptors.rules import EveryShard, Placement, Returns, Stray
+from interceptors import method_rules
+from interceptors.method_rules import EveryShard, Placement, Returns, Stray
 from sharding.amqp.connected_node import node_with_token
 from sharding.amqp.session import ACCESS_REFUSED, Refused
 from sharding.cluster.topology import Topology
@@ -137,14 +137,14 @@ class Calls:
         shard_map = await self.shard_map(queue)
         if queue is None or shard_map is None:
             return queue
-        shard = rules.first_shard(shard_map, await self.here())
+        shard = method_rules.first_shard(shard_map, await self.here())
         if shard is None:
-            await self.port.refuse(rules.no_shard(queue))
+            await self.port.refuse(method_rules.no_shard(queue))
         return shard
 
     async def refuse_if_sharded(self, verb: str, queue: str) -> None:
         if await self.shard_map(queue) is not None:
-            await self.port.refuse(rules.refusal(verb, queue))
+            await self.port.refuse(method_rules.refusal(verb, queue))
 
     async def queue_to_read(self, queue: str) -> str:
         """The shard with the fewest consumers; for a name that is not sharded, the name."""
@@ -181,7 +181,7 @@ class Calls:
         """The shard with the fewest consumers, claimed, and all that may be consumed from."""
         shards, counts = await self._counts(shard_map)
         if not counts:  # none on this node, or each of them was deleted by somebody
-            await self.port.refuse(rules.no_shard(shard_map.logical))
+            await self.port.refuse(method_rules.no_shard(shard_map.logical))
         shard = self._topology.claims.choose(counts)
         if shard is None:
             where = "any node" if self._placement is Placement.ANY else await self.here()
@@ -193,7 +193,7 @@ class Calls:
     async def _counts(self, shard_map: ShardMap) -> tuple[list[str], dict[str, int | None]]:
         """The shards that may be consumed from here, and how many consumers each has."""
         here = None if self._placement is Placement.ANY else await self.here()
-        shards = rules.candidates(shard_map, here, self._placement)
+        shards = method_rules.candidates(shard_map, here, self._placement)
         counting = self._topology.futures.consumer_counts
         return shards, await self.port.wait(counting(shards)) if shards else {}
 
@@ -215,9 +215,9 @@ class Calls:
         known = await self.shard_map(exchange)
         if passive:
             return await declare(exchange if known is None else known.exchange)
-        policy = rules.policy_of_arguments(exchange, arguments, durable)
+        policy = method_rules.policy_of_arguments(exchange, arguments, durable)
         if policy is None and self._topology.policy_for(exchange) is None:
-            raise rules.need_policy(exchange)
+            raise method_rules.need_policy(exchange)
         is_there = known is not None and await self._has_exchange(known)
         declared = await declare(known.exchange) if known is not None and is_there else None
         if policy is not None:
@@ -375,6 +375,6 @@ async def send_again(
         if shard_map is not None and shard is not None:
             publish(shard_map, shard, stray)
             continue
-        logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
+        logger.error("%s", method_rules.unstored(stray.logical, stray.routing_key))
         if shard_map is not None:
             topology.suspect(shard_map.shard_of(stray.routing_key).name)

@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 import pika
 from pika.connection import Connection
 
+from interceptors.method_rules import Placement
 from interceptors.pika_blocking import ShardedChannel
 from interceptors.pika_callback import AsyncShardedChannel
-from interceptors.rules import Placement
 from sharding.cluster.topology import Topology
 
 C = TypeVar("C")

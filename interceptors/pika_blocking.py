@@ -1,6 +1,6 @@
 """`ShardedChannel`: a drop-in for pika's `BlockingChannel`.
 
-Whatever is not in the table of `rules` is the wrapped channel's own.
+Whatever is not in the table of `method_rules` is the wrapped channel's own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pika.spec
 from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import ChannelClosedByBroker, NackError, UnroutableError
 
-from interceptors import rules
+from interceptors import method_rules
 from interceptors.blocking_confirms import BlockingConfirms
 from interceptors.call_order import Everywhere, Steps, at_once
 from interceptors.calls import (
@@ -28,7 +28,7 @@ from interceptors.calls import (
     settle,
     shards_of,
 )
-from interceptors.rules import EveryShard, Placement, Returned, Stray
+from interceptors.method_rules import EveryShard, Placement, Returned, Stray
 from sharding.amqp.connected_node import REPLY_TO, peer_of
 from sharding.cluster.provisioner import net
 from sharding.cluster.topology import Topology
@@ -79,7 +79,7 @@ class ShardedChannel:
         connection, impl = channel.connection, self._inner.connection._impl
         self._background = Steps(connection.add_callback_threadsafe, connection.call_later)
         self._reading = Steps(impl._adapter_add_callback_threadsafe, impl._adapter_call_later)
-        self._returns = rules.Returns()
+        self._returns = method_rules.Returns()
         self._strays: list[Stray] = []
         self._transacting = False
         self._everywhere: list[EveryShard] = []
@@ -263,9 +263,9 @@ class ShardedChannel:
         arguments: Mapping[str, Any] | None = None,
     ) -> Any:
         kind = getattr(exchange_type, "value", exchange_type)
-        if kind != rules.EXCHANGE_TYPE:
+        if kind != method_rules.EXCHANGE_TYPE:
             shard_map = self._topology.shard_map(exchange)
-            if rules.would_make(shard_map, exchange, passive):
+            if method_rules.would_make(shard_map, exchange, passive):
                 at_once(self._calls.make_again(shard_map))
             return self._channel.exchange_declare(
                 exchange,
@@ -274,7 +274,7 @@ class ShardedChannel:
                 durable,
                 auto_delete,
                 internal,
-                rules.exchange_arguments(shard_map, exchange, kind, arguments),
+                method_rules.exchange_arguments(shard_map, exchange, kind, arguments),
             )
         self._inner._impl._raise_if_not_open()
 
@@ -322,7 +322,7 @@ class ShardedChannel:
         properties: pika.BasicProperties | None = None,
         mandatory: bool = False,
     ) -> None:
-        exchange, routing_key = rules.as_read(exchange), rules.as_read(routing_key)
+        exchange, routing_key = method_rules.as_read(exchange), method_rules.as_read(routing_key)
         shard_map = self._topology.shard_map(exchange) if exchange else None
         if shard_map is None or exchange in self._uncommitted:
             if exchange:
@@ -339,7 +339,7 @@ class ShardedChannel:
         shard = self._shard_for(shard_map, routing_key)
         sent = self._addressed(properties, shard) if properties else self._bare(shard)
         if mandatory and not self._confirms.active:
-            self._returns.ask(shard_map.exchange, routing_key, rules.as_bytes(body))
+            self._returns.ask(shard_map.exchange, routing_key, method_rules.as_bytes(body))
         self._returns.used(shard_map)
         try:
             self._confirms.publish(shard_map.exchange, routing_key, body, sent, True, mandatory)
@@ -377,17 +377,17 @@ class ShardedChannel:
         shard_map = self._topology.shard_map(logical)
         now = shard_map.shard_of(routing_key).name if shard_map else shard
         if shard_map is None or now == shard:
-            raise rules.unbound(shard, logical)
+            raise method_rules.unbound(shard, logical)
         again = self._addressed(properties, now)
         try:
             self._confirms.publish(shard_map.exchange, routing_key, body, again, True, asked=False)
         except UnroutableError:
-            raise rules.unbound(now, logical) from None
+            raise method_rules.unbound(now, logical) from None
 
     def _shard_for(self, shard_map: ShardMap, routing_key: str) -> str:
-        rules.check_key(shard_map, routing_key)
+        method_rules.check_key(shard_map, routing_key)
         shard = shard_map.shard_of(routing_key)
-        rules.check_available(shard_map, shard, self._topology.unavailable(shard.name))
+        method_rules.check_available(shard_map, shard, self._topology.unavailable(shard.name))
         return shard.name
 
     def _on_return(
@@ -404,9 +404,9 @@ class ShardedChannel:
             return
         method.warren_unasked = True
         # A message sent again in a transaction would wait for a commit that may never come.
-        hopeless = self._transacting or len(self._strays) >= rules.MOST_STRAYS
+        hopeless = self._transacting or len(self._strays) >= method_rules.MOST_STRAYS
         if verdict is Returned.UNSTORED or hopeless:
-            logger.error("%s", rules.unstored(shard_map.logical, method.routing_key))
+            logger.error("%s", method_rules.unstored(shard_map.logical, method.routing_key))
             self._topology.suspect(shard_map.shard_of(method.routing_key).name)
             return
         self._strays.append(Stray(shard_map.logical, method.routing_key, properties, body))
@@ -418,7 +418,7 @@ class ShardedChannel:
     def _publish_stray(self, shard_map: ShardMap, shard: str, stray: Stray) -> None:
         confirms = self._confirms.active or self._confirms.selecting
         if confirms or self._transacting:  # by now: it would be nobody's confirm
-            logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
+            logger.error("%s", method_rules.unstored(stray.logical, stray.routing_key))
             return
         sent = self._addressed(stray.properties, shard)
         publish = self._inner._impl.basic_publish
@@ -440,7 +440,7 @@ class ShardedChannel:
         for clean_up in self._at_close:
             clean_up()
         for stray in self._strays:
-            logger.error("%s", rules.unstored(stray.logical, stray.routing_key))
+            logger.error("%s", method_rules.unstored(stray.logical, stray.routing_key))
 
 
 class BlockingPort:
@@ -455,10 +455,10 @@ class BlockingPort:
         return self._topology.result(future)
 
     async def refuse(self, text: str) -> NoReturn:
-        self._channel.basic_ack(rules.NO_SUCH_DELIVERY)
+        self._channel.basic_ack(method_rules.NO_SUCH_DELIVERY)
         with suppress(ChannelClosedByBroker):
             self._confirms.wait_until(lambda: self._channel.is_closed)
-        reason = ChannelClosedByBroker(rules.PRECONDITION_FAILED, text)
+        reason = ChannelClosedByBroker(method_rules.PRECONDITION_FAILED, text)
         self._channel._closing_reason = reason
         raise reason
 

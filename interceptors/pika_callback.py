@@ -1,7 +1,7 @@
 """`AsyncShardedChannel`: a drop-in for pika's asynchronous `Channel`, on whatever loop.
 
-Whatever is not in the table of `rules` is the wrapped channel's own. How calls keep their order and
-how they fail is in `callback_base`, publishing in `callback_publish`; here is the rest.
+Whatever is not in the table of `method_rules` is the wrapped channel's own. How calls keep their
+order and how they fail is in `callback_base`, publishing in `callback_publish`; here is the rest.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pika.channel import Channel
 from pika.exceptions import DuplicateConsumerTag, DuplicateGetOkCallback
 from pika.spec import Basic
 
-from interceptors import rules
+from interceptors import method_rules
 from interceptors.call_order import Answer, Done, Everywhere
 from interceptors.callback_base import OnFrame, OnMessage
 from interceptors.callback_publish import PublishingChannel
 from interceptors.calls import consume_missing, keep_consuming, new_tag, settle, shards_of
-from interceptors.rules import EveryShard, Placement
+from interceptors.method_rules import EveryShard, Placement
 from sharding.cluster.provisioner import net
 from sharding.cluster.topology import Topology
 from sharding.maps.shard_map import Route
@@ -232,14 +232,14 @@ class AsyncShardedChannel(PublishingChannel):
         callback: OnFrame | None = None,
     ) -> None:
         kind = getattr(exchange_type, "value", exchange_type)
-        if kind != rules.EXCHANGE_TYPE:
+        if kind != method_rules.EXCHANGE_TYPE:
             self._check_open()
 
             async def declare_as_given(_: Done) -> None:
                 shard_map = await self._calls.shard_map(exchange)
-                if rules.would_make(shard_map, exchange, passive):
+                if method_rules.would_make(shard_map, exchange, passive):
                     await self._calls.make_again(shard_map)
-                own = rules.exchange_arguments(shard_map, exchange, kind, arguments)
+                own = method_rules.exchange_arguments(shard_map, exchange, kind, arguments)
                 flags = (passive, durable, auto_delete, internal, own, callback)
                 self._channel.exchange_declare(exchange, exchange_type, *flags)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from interceptors.rules import EveryShard
+from interceptors.method_rules import EveryShard
 
 
 def new_wish() -> EveryShard:

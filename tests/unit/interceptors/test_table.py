@@ -15,7 +15,7 @@ from pika.adapters.blocking_connection import BlockingChannel
 from pika.channel import Channel
 
 from interceptors import AioShardedChannel, AsyncShardedChannel, ShardedChannel
-from interceptors.rules import INTERCEPTED, PASSED_THROUGH
+from interceptors.method_rules import INTERCEPTED, PASSED_THROUGH
 from tests.machine import PROJECT
 
 NAMING = {"queue", "exchange", "queue_name", "exchange_name", "name", "source", "destination"}
