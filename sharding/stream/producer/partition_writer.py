@@ -337,7 +337,7 @@ class PartitionWriter:
             self.window.open(publishing.frame_max)
             self._is_due = bool(self._pending.messages)
             if not self._outbox.messages:
-                self.reconnecting.end()
+                self.reconnecting.rest()
         if publishing.attachment.is_lost:
             self.lost(publishing.attachment, Unreachable("lost while it was opened"))
         self._write_apart()

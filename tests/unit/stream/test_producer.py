@@ -31,6 +31,7 @@ from sharding.stream.messages.message import Properties, encode_data, encode_mes
 from sharding.stream.options import ProducerOptions
 from sharding.stream.producer.partitioning import BrokerRoutes, Unroutable, by_hash
 from sharding.stream.producer.producer import Producer
+from sharding.stream.producer.reconnecting import STEADY
 from sharding.stream.protocol.answers import Answer, RouteAnswer, SequenceAnswer
 from sharding.stream.protocol.commands import (
     DeclarePublisher,
@@ -744,6 +745,38 @@ def test_a_publisher_that_is_lost_again_and_again_is_not_opened_in_a_tight_loop(
             producer.send(b"y")
     assert 4 <= later.now < 4.1
     assert 2 < len(world.clients) < 12
+
+
+def test_an_idle_publisher_that_is_lost_again_and_again_is_not_opened_in_a_tight_loop(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    producer = make(linger=0, recovery_timeout=4, later=later)
+    while later.now < 50:
+        if world.clients[-1].handlers:
+            world.lose()
+        later.run(0.01)
+    assert 25 < len(world.clients) < 100
+    later.run(2)
+    producer.send(b"x")
+    assert producer.flush(0).stored == 1
+
+
+@pytest.mark.parametrize("proof", ["a confirm", "time"])
+def test_a_publisher_that_worked_is_opened_again_at_once(
+    make: Make, world: World, later: HandRecovery, proof: str
+) -> None:
+    producer = make(linger=0, later=later)
+    for _ in range(5):
+        world.lose()
+        later.run(5)
+    if proof == "time":
+        later.run(STEADY)
+    else:
+        producer.send(b"x")
+    count = len(world.clients)
+    world.lose()
+    later.run(0)
+    assert len(world.clients) == count + 1
 
 
 def test_a_closed_environment_fails_its_producers(world: World) -> None:
