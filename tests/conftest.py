@@ -25,7 +25,7 @@ from tests.support.spark_home import spark_home
 
 OLDEST_VERSION = "3.10"
 KEPT_BY_SPARK = {
-    "spark.write.targets": ("_links", "_topologies"),
+    "spark.write.queue_targets": ("_links", "_topologies"),
     "spark.process": ("_environments",),
 }
 

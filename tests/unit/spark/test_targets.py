@@ -20,8 +20,9 @@ from pyspark.sql.types import (
 from sharding.errors import InvalidInput
 from spark.options.values import BadOption
 from spark.options.write import STREAM_OWNERS, MessageColumns, WriteOptions
+from spark.write.queue_targets import basic_properties
 from spark.write.sink import PublishOptions, batch_writer, stream_writer
-from spark.write.targets import basic_properties, parse
+from spark.write.targets import parse
 
 PLAIN = StructType([StructField("key", StringType()), StructField("value", BinaryType())])
 
