@@ -21,6 +21,7 @@ import pika
 from sharding.amqp.addresses import connection_parameters, same_but_at
 from sharding.amqp.session import Declared, Refused, Session
 from sharding.backoff import Backoff
+from sharding.cluster.availability import AwayShards
 from sharding.cluster.management import ClusterView
 from sharding.cluster.nodes import ClusterNodes, Timeouts
 from sharding.cluster.stream_log import Listener, LogFollower
@@ -29,7 +30,7 @@ from sharding.errors import MissingRight, RemoteError, Unreachable, WarrenError,
 from sharding.maps.map_log import State
 from sharding.maps.membership import names_of
 from sharding.maps.planning import Member
-from sharding.maps.shard_map import Node, Shard, ShardMap
+from sharding.maps.shard_map import Node
 
 logger = logging.getLogger("warren.topology")
 _BACKOFF = Backoff(first=0.4, longest=5.0)
@@ -62,7 +63,8 @@ class TopologyOptions:
     watch_interval: float = 5.0
     """How often the management API is asked which nodes run."""
     probe_interval: float = 1.0
-    """How often a shard that is away is tried again."""
+    """How often a shard that is away is tried again; up to ten times this where its node answers
+    that there is no such queue."""
     change_timeout: float = 30.0
     """How long a change of policies or maps may take, races included."""
     trusted_hosts: Sequence[str] = ()
@@ -98,7 +100,7 @@ class ControlPlane:
         self.denied = False
         """Whether every node has refused this user; waiting would not help."""
         self.down_nodes: set[str] = set()
-        self.away: dict[str, asyncio.Task[None]] = {}
+        self.away = AwayShards(self)
         self.counts: Counter[str] = Counter()
         self._connected = asyncio.Event()
         self._failed: set[tuple[str, int]] = set()
@@ -112,9 +114,9 @@ class ControlPlane:
             self._tasks.append(asyncio.create_task(self._watch_nodes()))
 
     async def stop(self) -> None:
-        for task in [*self._tasks, *self.away.values()]:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self.away.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks, self.away.stop(), return_exceptions=True)
         self._nodes.close()
         if self.session is not None:
             await self.session.close()
@@ -315,10 +317,14 @@ class ControlPlane:
             return session
         raise Unreachable(f"{node.name}: {problem}")
 
+    def has_reached(self, node: Node) -> bool:
+        """Whether this process was let in at the node's own address before."""
+        return node.name in self._reached
+
     async def refuses(self, node: Node) -> bool:
         """Whether a node refuses everybody at the ports where this process was let in before."""
         addresses = [each for each in node.addresses if self._trust.allows(each)]
-        if node.name not in self._reached or not addresses:
+        if not self.has_reached(node) or not addresses:
             return False
         for address in addresses:
             try:
@@ -416,61 +422,3 @@ class ControlPlane:
     async def consumer_counts(self, shards: Iterable[str]) -> dict[str, int | None]:
         found = await self.look_at(shards)
         return {name: seen.consumers if seen else None for name, seen in found.items()}
-
-    def suspect(self, shard: Shard, shard_map: ShardMap) -> None:
-        """Check a shard until it is there; meanwhile it counts as away."""
-        if shard.name not in self.away:
-            self.away[shard.name] = asyncio.create_task(self._probe(shard, shard_map))
-
-    async def _probe(self, shard: Shard, shard_map: ShardMap) -> None:
-        known = False
-        try:
-            while True:
-                # The map may have changed: the node has a new address, the shard moved or left.
-                current = self.log.state.maps.get(shard_map.logical, shard_map)
-                here = next((each for each in current.shards if each.name == shard.name), None)
-                if here is None:
-                    return
-                why = await self._why_away(here, node_of_shard(current, here))
-                if why is None:
-                    break
-                if not known:
-                    known = True
-                    logger.warning("shard %r is away: %s", shard.name, why)
-                    # What keeps one shard of a node from answering mostly keeps all of them.
-                    for sibling in current.shards_on(here.node):
-                        self.suspect(sibling, current)
-                await asyncio.sleep(self.options.probe_interval)
-        finally:
-            self.away.pop(shard.name, None)
-        if known:
-            logger.info("shard %r is back", shard.name)
-
-    async def _why_away(self, shard: Shard, node: Node) -> str | None:
-        """Ask the shard's own node: others would hold the question for 64 s if it is down.
-
-        Where that node can't be reached from here (only through a balancer, say), ask the node
-        that the control plane is on, once for each look.
-        """
-        try:
-            async with asyncio.timeout(self.options.answer_timeout):
-                session = await self.open_at(node)
-                try:
-                    await (await session.channel()).declare(shard.name, passive=True)
-                finally:
-                    await session.close(timeout=0.5)
-        except Refused as error:
-            return error.text
-        except (RemoteError, TimeoutError) as error:
-            if node.name in self._reached:
-                return reason(error)
-            seen = await self.look_at([shard.name], known_away=True)
-            return None if seen.get(shard.name) else reason(error)
-        except Exception as error:
-            logger.exception("probing %r failed", shard.name)
-            return reason(error)
-        return None
-
-
-def node_of_shard(shard_map: ShardMap, shard: Shard) -> Node:
-    return next(node for node in shard_map.nodes if node.name == shard.node)

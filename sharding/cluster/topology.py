@@ -239,7 +239,7 @@ class Topology:
             for each in shard_map.shards:
                 if each.name == shard:
                     with suppress(RuntimeError):  # closed
-                        self._loop.call_soon_threadsafe(self._plane.suspect, each, shard_map)
+                        self._loop.call_soon_threadsafe(self._plane.away.suspect, each, shard_map)
 
     # Changing
 
