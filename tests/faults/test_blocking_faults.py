@@ -20,35 +20,28 @@ from sharding import (
     OutcomeUnknown,
     Policy,
     RemoteError,
-    ShardMap,
     ShardUnavailable,
-    Topology,
     TopologyOptions,
 )
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.support import patient
-from tests.support.sharded import connection_to, drain, fresh_queue, shards_in_broker, topology_of
+from tests.support.sharded import (
+    before_harm,
+    connection_to,
+    drain,
+    fresh_queue,
+    set_up,
+    shards_in_broker,
+    topology_of,
+)
 
 pytestmark = pytest.mark.cluster
 
 SECONDS = float(os.environ.get("WARREN_FAULT_SECONDS", "6"))
 CONFIRM_TIMEOUT = 5.0
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
-
-
-def set_up(cluster: Cluster, policy: Policy, *, management: bool = True) -> ShardMap:
-    """Nothing is harmed yet, so no deadline of the test's own topology counts."""
-    with topology_of(cluster, options=patient.TOPOLOGY, management=management) as topology:
-        topology.set_policy(policy)
-        return topology.ensure(policy.name).shard_map
-
-
-def reads(topology: Topology, shard_map: ShardMap) -> None:
-    """Wait until it has this map: what is harmed afterwards does not keep it from starting."""
-    topology.wait_until_ready(PATIENCE)
-    assert topology.shard_map(shard_map.logical) == shard_map
 
 
 ROUTER = """
@@ -70,9 +63,7 @@ def routes_of_another_process(node: Node, logical: str) -> list[str]:
 
 def test_keys_of_other_shards_do_not_move_when_a_node_dies(harmed: Cluster) -> None:
     logical = fresh_queue()
-    shard_map = set_up(harmed, Policy.exactly(logical, 2, name=logical))
-    with topology_of(harmed, options=None) as topology:
-        reads(topology, shard_map)
+    with before_harm(harmed, Policy.exactly(logical, 2, name=logical)) as (topology, shard_map):
         before = routes_of_another_process(harmed.nodes[0], logical)
         assert before == [shard_map.shard_of(f"key-{n}").name for n in range(10_000)]
         victim = harmed.nodes[2]
@@ -109,9 +100,7 @@ def _refused(channel: ShardedChannel, logical: str, key: str) -> bool:
 def test_keys_move_for_everybody_where_the_policy_says_so_and_come_home(harmed: Cluster) -> None:
     logical = fresh_queue()
     policy = Policy(logical, f"^{logical}$", 2, on_unavailable=OnUnavailable.MOVE)
-    home = set_up(harmed, policy)
-    with topology_of(harmed, options=None) as topology:
-        reads(topology, home)
+    with before_harm(harmed, policy) as (topology, home):
         before = routes_of_another_process(harmed.nodes[0], logical)
         victim = harmed.nodes[1]
         victim.kill()
@@ -138,10 +127,9 @@ def test_node_that_hangs_keeps_its_shards_in_the_map(harmed: Cluster, management
     """It can't be reached, but it has not left: that is no reason to move keys."""
     logical = fresh_queue()
     quick = TopologyOptions(connect_timeout=1.0, change_timeout=8.0)
-    shard_map = set_up(harmed, Policy.exactly(logical, 1, name=logical), management=management)
-    assert len(shard_map.shards) == 3
-    with topology_of(harmed, options=quick, management=management) as topology:
-        reads(topology, shard_map)
+    policy = Policy.exactly(logical, 1, name=logical)
+    with before_harm(harmed, policy, options=quick, management=management) as (topology, shard_map):
+        assert len(shard_map.shards) == 3
         harmed.nodes[2].freeze()
         try:
             # The management API did not answer in time while a node hung, and without it ensure()
@@ -199,12 +187,11 @@ def test_what_is_reported_stored_is_stored_whatever_happens_to_a_node(
     stored, refused, unknown = set[bytes](), set[bytes](), set[bytes]()
     reasons: list[Exception] = []
     longest = 0.0
-    shard_map = set_up(harmed, Policy.exactly(logical, 2, name=logical))
+    policy = Policy.exactly(logical, 2, name=logical)
     with (
-        topology_of(harmed, options=None) as topology,
+        before_harm(harmed, policy) as (topology, _),
         connection_to(harmed.nodes[0]) as connection,
     ):
-        reads(topology, shard_map)
         channel = ShardedChannel(connection.channel(), topology, confirm_timeout=CONFIRM_TIMEOUT)
         channel.confirm_delivery()
         on_the_wire = methods_sent(connection)

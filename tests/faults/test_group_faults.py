@@ -23,7 +23,7 @@ from tests.faults.group_load import (
     wait_for_balance,
 )
 from tests.faults.group_worker import OPTIONS, Line
-from tests.support.sharded import fresh_queue, topology_of
+from tests.support.sharded import before_harm, fresh_queue
 
 pytestmark = pytest.mark.cluster
 
@@ -58,9 +58,8 @@ def test_workers_come_go_and_die_and_every_message_is_handled_in_order(
         wait_until(lambda: taken() < float("inf"), explain=lambda: f"{held} unread")
         return taken()
 
-    with topology_of(harmed, options=None) as topology:
-        topology.set_policy(Policy.exactly(logical, 4, name=logical))
-        shard_map = topology.ensure(logical).shard_map
+    policy = Policy.exactly(logical, 4, name=logical)
+    with before_harm(harmed, policy) as (topology, shard_map):
         assert len(shard_map.shards) == 12
         watch = ConsumerWatch(harmed, [shard.name for shard in shard_map.shards])
         load = Load(topology, logical, MESSAGES, RATE)
@@ -133,9 +132,7 @@ def test_a_worker_that_was_frozen_knows_that_it_lost_its_shards(
     logical = fresh_queue()
     urls = [node.endpoint.amqp_url for node in harmed.nodes]
     heartbeat = 2
-    with topology_of(harmed, options=None) as topology:
-        topology.set_policy(Policy.exactly(logical, 2, name=logical))
-        topology.ensure(logical)
+    with before_harm(harmed, Policy.exactly(logical, 2, name=logical)) as (topology, _):
         workers = [Worker(tmp_path, number, logical, urls, heartbeat) for number in range(2)]
         load = Load(topology, logical, 0, RATE)
         try:
@@ -191,32 +188,33 @@ def test_nodes_that_join_and_leave_are_followed_without_a_restart(harmed: Cluste
             for number in range(count):
                 publisher.publish(f"key-{number}", b"%d" % number)
 
-    with topology_of(harmed, options=None) as topology:
-        topology.set_policy(Policy.exactly(logical, 2, name=logical))
-        topology.ensure(logical)
-        with ConsumerGroup(topology, logical, lambda each: handled.append(each.body)) as group:
-            wait_until(lambda: len(group.shards) == 6)
-            node = harmed.add_node()
-            try:
+    policy = Policy.exactly(logical, 2, name=logical)
+    with (
+        before_harm(harmed, policy) as (topology, _),
+        ConsumerGroup(topology, logical, lambda each: handled.append(each.body)) as group,
+    ):
+        wait_until(lambda: len(group.shards) == 6)
+        node = harmed.add_node()
+        try:
 
-                def has_its_shards() -> bool:
-                    ensured = topology.ensure(logical)
-                    made = len(ensured.shard_map.shards_on(node.name))
-                    # Its port answers before the management API lists it: then that is said.
-                    assert made == 2 or any(node.name in note for note in ensured.notes)
-                    return made == 2
+            def has_its_shards() -> bool:
+                ensured = topology.ensure(logical)
+                made = len(ensured.shard_map.shards_on(node.name))
+                # Its port answers before the management API lists it: then that is said.
+                assert made == 2 or any(node.name in note for note in ensured.notes)
+                return made == 2
 
-                wait_until(has_its_shards)  # as `shards watch` does it, round after round
-                wait_until(lambda: len(group.shards) == 8)
-                publish(topology, 100)
-                wait_until(lambda: len(handled) == 100)
-            finally:
-                harmed.remove_node(node)
-            assert not topology.ensure(logical).shard_map.shards_on(node.name)
-            wait_until(lambda: len(group.shards) == 6, explain=lambda: str(sorted(group.shards)))
+            wait_until(has_its_shards)  # as `shards watch` does it, round after round
+            wait_until(lambda: len(group.shards) == 8)
             publish(topology, 100)
-            wait_until(lambda: len(handled) == 200)
-            assert group.counters["lost"] == 2
+            wait_until(lambda: len(handled) == 100)
+        finally:
+            harmed.remove_node(node)
+        assert not topology.ensure(logical).shard_map.shards_on(node.name)
+        wait_until(lambda: len(group.shards) == 6, explain=lambda: str(sorted(group.shards)))
+        publish(topology, 100)
+        wait_until(lambda: len(handled) == 200)
+        assert group.counters["lost"] == 2
 
 
 def _lines(workers: list[Worker]) -> list[Line]:

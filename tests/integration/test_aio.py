@@ -781,8 +781,10 @@ def kill_connection(node: Node, name: str) -> None:
 @pytest.fixture
 def harmed_topology(harmed: Cluster) -> Iterator[Topology]:
     # With the defaults, under which a node that is silent is away.
+    with topology_of(harmed) as unhurried:
+        shard(unhurried, "images", 1)
     with topology_of(harmed, options=None) as running:
-        shard(running, "images", 1)
+        running.wait_until_ready(PATIENCE)
         yield running
 
 

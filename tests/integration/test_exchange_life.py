@@ -35,7 +35,14 @@ from tests.cluster import Cluster, wait_until
 from tests.cluster.pool import Pool
 from tests.cluster.waiting import PATIENCE
 from tests.conformance.callers import CALLERS, Publication
-from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
+from tests.support.sharded import (
+    connection_to,
+    drain,
+    fresh_queue,
+    raw_channel,
+    set_up,
+    topology_of,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -286,8 +293,7 @@ def test_nothing_is_confirmed_and_dropped_while_the_node_of_unrouted_messages_is
 ) -> None:
     """A broker of 3.10 forgets the way to such a queue."""
     logical = fresh_queue()
-    with topology_of(harmed, options=None) as topology:
-        shard(topology, logical)
+    set_up(harmed, Policy.exactly(logical, 1, name=logical))
     queue = harmed.nodes[0].management.get("queues", harmed.vhost, unrouted(logical))
     home = next(node for node in harmed if node.name == queue["node"])
     other = next(node for node in harmed if node != home)

@@ -27,6 +27,7 @@ from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.support import patient
 from tests.support.sharded import (
+    before_harm,
     connection_to,
     drain,
     fresh_queue,
@@ -316,8 +317,7 @@ def test_round_that_began_before_a_name_was_forgotten_does_not_bring_it_back(
 
 def test_fourth_node_has_its_shards_while_publishing_goes_on(harmed: Cluster) -> None:
     logical = fresh_queue()
-    with topology_of(harmed, options=None) as topology:
-        set_up(topology, logical, 2)
+    with before_harm(harmed, Policy.exactly(logical, 2, name=logical)) as (topology, _):
         before = topology.shard_map(logical)
         assert before is not None
         published: Counter[str] = Counter()
@@ -375,8 +375,7 @@ def _map(topology: Topology, logical: str) -> ShardMap:
 
 def test_node_that_leaves_takes_only_its_own_shards(harmed: Cluster) -> None:
     logical = fresh_queue()
-    with topology_of(harmed, options=None) as topology:
-        set_up(topology, logical, 2)
+    with before_harm(harmed, Policy.exactly(logical, 2, name=logical)) as (topology, _):
         # With the queue of unrouted messages, which may be missing for a while.
         kept = harmed.nodes[0].management.get("queues", harmed.vhost, unrouted(logical))
         leaver = next(node for node in harmed if node.name == kept["node"])

@@ -21,7 +21,7 @@ from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.support import patient
-from tests.support.sharded import fresh_queue, raw_channel, topology_of
+from tests.support.sharded import fresh_queue, raw_channel, set_up, topology_of
 from tests.support.streams import await_replicas, leader_node
 from tests.unit.test_metrics import scraped
 
@@ -237,9 +237,7 @@ def test_node_that_is_down_holds_nothing_up(
     caplog.set_level("INFO", logger="warren")
     name, logical = "invoices", "images"
     node = harmed.nodes[0]
-    with topology_of(harmed, options=None) as topology:
-        topology.set_policy(Policy.exactly(logical, 1, name=logical))
-        topology.ensure(logical)
+    set_up(harmed, Policy.exactly(logical, 1, name=logical))
     # Where super streams are made over AMQP, the node that is asked leads them all.
     with StreamEnvironment(
         node.endpoint.stream_url, amqp_url=harmed.nodes[2].endpoint.amqp_url

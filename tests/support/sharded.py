@@ -38,6 +38,30 @@ def topology_of(
     )
 
 
+def set_up(nodes: Iterable[Node], policy: Policy, *, management: bool = True) -> ShardMap:
+    """Every shard is made, however slow the machine is: nothing is harmed yet."""
+    with topology_of(nodes, management=management) as topology:
+        topology.set_policy(policy)
+        return topology.ensure(policy.name).shard_map
+
+
+@contextmanager
+def before_harm(
+    nodes: Iterable[Node],
+    policy: Policy,
+    *,
+    options: TopologyOptions | None = None,
+    management: bool = True,
+) -> Iterator[tuple[Topology, ShardMap]]:
+    """A topology with the product's own deadlines, which knows the shards that the policy made."""
+    chosen = list(nodes)
+    shard_map = set_up(chosen, policy, management=management)
+    with topology_of(chosen, options=options, management=management) as topology:
+        topology.wait_until_ready(PATIENCE)
+        assert topology.shard_map(shard_map.logical) == shard_map
+        yield topology, shard_map
+
+
 @contextmanager
 def connection_to(node: Node) -> Iterator[BlockingConnection]:
     connection = pika.BlockingConnection(patient.parameters(node.endpoint.amqp_url))
