@@ -34,6 +34,7 @@ from sharding.cluster.management import ClusterView, management_api
 from sharding.cluster.topology import Topology
 from sharding.doctor import Finding, Verdict, examine, places_from
 from sharding.doctor.findings import summary
+from sharding.doctor.roles import Role
 from sharding.errors import InvalidInput, WarrenError
 from sharding.inspection.asking import queue_view, stream_view
 from sharding.inspection.views import ShardState, ShardView, View, ViewKind
@@ -286,6 +287,16 @@ def doctor(
     scratch: Annotated[
         str, typer.Option(help="What the names that are made and removed again begin with.")
     ] = "warren.doctor",
+    role: Annotated[
+        Role | None,
+        typer.Option(help="Look whether the user has the rights of this role, on these names."),
+    ] = None,
+    queue: Annotated[
+        list[str], typer.Option("--queue", help="A logical queue of the role; several times.")
+    ] = [],  # noqa: B006
+    stream: Annotated[
+        list[str], typer.Option("--stream", help="A stream or super stream; several times.")
+    ] = [],  # noqa: B006
     url: Annotated[
         list[str],
         typer.Option(
@@ -298,7 +309,9 @@ def doctor(
     """Look at addresses, versions, nodes, balancers and permissions; exit code 1 for a problem."""
     anything = url or management or stream_url
     places = places_from(url if anything else LOCAL_BROKER, management, stream_url)
-    findings = examine(places, timeout=timeout, scratch=scratch)
+    findings = examine(
+        places, timeout=timeout, scratch=scratch, role=role, queues=queue, streams=stream
+    )
     if as_json:
         typer.echo(json.dumps([finding.to_json() for finding in findings], indent=1))
     else:

@@ -25,9 +25,17 @@ from sharding.doctor.nodes import (
     judge_streams_enabled,
     look_at,
 )
-from sharding.doctor.permissions import judge_monitoring, judge_rights, try_amqp, try_streams
+from sharding.doctor.permissions import (
+    judge_monitoring,
+    judge_rights,
+    judge_role,
+    try_amqp,
+    try_needs,
+    try_streams,
+)
 from sharding.doctor.reach import Place, Protocol, Reached, judge_place, probe, who_answers
-from sharding.errors import WarrenError
+from sharding.doctor.roles import TAGGED, Need, Role, needs
+from sharding.errors import InvalidInput, WarrenError
 from sharding.maps.naming import SHARDS_KEY, check_logical_name, check_name
 from sharding.stream.connections.transport import resolved
 from sharding.stream.protocol.constants import Broker
@@ -43,25 +51,46 @@ class Probed:
     cluster: ClusterSeen
     scratch: str
     timeout: float
+    role: Role | None = None
+    needs: Sequence[Need] = ()
+    """What the role needs; everything is looked at where none is given."""
 
     def working(self, protocol: Protocol) -> list[Reached]:
         return [each for each in self.reached if each.works and each.place.protocol is protocol]
+
+    @property
+    def sees_nodes(self) -> bool:
+        """Whether who is examined should."""
+        return self.role is None or self.role in TAGGED
 
     def wants(self, protocol: Protocol) -> bool:
         return any(each.place.protocol is protocol for each in self.reached)
 
 
 def examine(
-    places: Sequence[Place], *, timeout: float = 5.0, scratch: str = "warren.doctor"
+    places: Sequence[Place],
+    *,
+    timeout: float = 5.0,
+    scratch: str = "warren.doctor",
+    role: Role | None = None,
+    queues: Sequence[str] = (),
+    streams: Sequence[str] = (),
 ) -> list[Finding]:
-    """Every check, in order. `timeout` bounds each question; nothing is left in the broker."""
+    """Every check, in order. `timeout` bounds each question; nothing is left in the broker.
+
+    With a role, rights are looked for on the names that it needs for these queues and streams, and
+    on no others.
+    """
+    if role is None and (queues or streams):
+        raise InvalidInput("role", "must say for which role rights on these names are", None)
+    wanted = needs(role, queues, streams) if role is not None else ()
     name = f"{check_logical_name(scratch)}.{secrets.token_hex(4)}"
     check_name("scratch", f"{name}.stream")
     with ThreadPoolExecutor(MOST_AT_ONCE) as threads:
         reached = list(threads.map(lambda place: probe(place, timeout), places))
     apis = [each.place for each in reached if each.works and _is(each, Protocol.MANAGEMENT)]
     cluster = look_at(apis[0].management, timeout) if apis else ClusterSeen()
-    probed = Probed(reached, cluster, name, timeout)
+    probed = Probed(reached, cluster, name, timeout, role, wanted)
     return [finding for check in CHECKS for finding in _careful(check, probed)]
 
 
@@ -78,7 +107,7 @@ def check_versions(probed: Probed) -> list[Finding]:
 def check_cluster(probed: Probed) -> list[Finding]:
     apis = probed.working(Protocol.MANAGEMENT)
     if not apis:
-        if probed.wants(Protocol.MANAGEMENT):
+        if probed.wants(Protocol.MANAGEMENT) or not probed.sees_nodes:
             return []  # why it does not work is said of its address
         fix = "Give --management http://host:15672, of any node."
         return [warning("nodes", "the cluster", "a look at every node", "no management URL", fix)]
@@ -133,13 +162,24 @@ def is_own_address(reached: Reached, cluster: ClusterSeen, timeout: float) -> bo
 
 def check_amqp_permissions(probed: Probed) -> list[Finding]:
     for reached in probed.working(Protocol.AMQP)[:1]:
+        if probed.role is not None:
+            tried = try_needs(reached.place, probed.needs, probed.scratch, probed.timeout)
+            return judge_role(probed.role, tried)
         rights = try_amqp(reached.place, probed.scratch, probed.timeout)
         return judge_rights(rights)
-    return []
+    if probed.role is None:
+        return []
+    fix = "Give --url amqp://user:password@host, that of the user who shall have the role."
+    return [problem("permissions", str(probed.role), "an AMQP URL that works", "none", fix)]
 
 
 def check_streams(probed: Probed) -> list[Finding]:
-    """Rights on streams, and whether the nodes that hold one can be dialled as they say."""
+    """Rights on streams, and whether the nodes that hold one can be dialled as they say.
+
+    Who has just the rights of a role may make none to try it with.
+    """
+    if probed.role is not None:
+        return []
     for reached in probed.working(Protocol.STREAMS)[:1]:
         count = len(probed.cluster.running)
         rights, advertised = try_streams(reached.place, probed.scratch, count, probed.timeout)

@@ -1,16 +1,17 @@
-"""Which of configure, write and read this user has, on a scratch name: what was tried, judged.
+"""Which of configure, write and read this user has, on a scratch name, or on the names that a role
+needs: what was tried, judged.
 
-Brokers look at the permission before they look whether the thing is there. So each right can be
-told apart by asking for something that does not exist: "not found" means that it is granted.
+Brokers look at the permission before they look whether the thing is there, and fits. So each right
+can be told apart by asking for something that does not exist or can't be: "not found" means that it
+is granted. On names of a role nothing is made, bound or read, whether they are there or not.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import pika.exceptions
 from pika.adapters.blocking_connection import BlockingChannel, BlockingConnection
@@ -18,6 +19,7 @@ from pika.adapters.blocking_connection import BlockingChannel, BlockingConnectio
 from sharding.doctor.findings import SILENCE, Finding, ok, problem, warning
 from sharding.doctor.nodes import ClusterSeen
 from sharding.doctor.reach import Place, Protocol, amqp_connection, open_stream
+from sharding.doctor.roles import DEFAULT_EXCHANGE, GENERATED, Need, Right, Role, command
 from sharding.errors import WarrenError
 from sharding.maps.map_log import LOG
 from sharding.stream.connections.connection import StreamClient
@@ -33,13 +35,6 @@ from sharding.stream.protocol.commands import (
     Unsubscribe,
 )
 from sharding.stream.protocol.constants import NEXT, Broker
-
-
-class Right(StrEnum):
-    CONFIGURE = "configure"
-    WRITE = "write"
-    READ = "read"
-
 
 _NEEDED_FOR = {
     Right.CONFIGURE: "declare and delete queues, streams and exchanges",
@@ -89,6 +84,37 @@ def judge_rights(rights: Rights) -> list[Finding]:
     if place.protocol is Protocol.AMQP and Right.CONFIGURE not in rights.refused:
         findings.append(_map_log(place, rights.no_stream_queue))
     return findings + _judge_map_log(rights, subject)
+
+
+@dataclass(frozen=True)
+class TriedNeeds:
+    """What a role needs, and what of it was refused."""
+
+    place: Place
+    wanted: Sequence[Need]
+    refused: Mapping[Need, str] = field(default_factory=dict)
+    """The broker's words."""
+    failure: str = ""
+    """Why it could not be tried."""
+
+
+def judge_role(role: Role, tried: TriedNeeds) -> list[Finding]:
+    place = tried.place
+    subject = f"user {place.user!r} as {role}"
+    if tried.failure:
+        return [problem("permissions", subject, "an answer", tried.failure, SILENCE)]
+    if not tried.refused:
+        names = len({need.pattern for need in tried.wanted})
+        wanted = "all that the role needs"
+        return [ok("permissions", subject, wanted, f"all rights on names of {names} kinds")]
+    line = command(place.user, place.vhost, tried.wanted)
+    fix = f"This grants what the role needs, and no more: {line}"
+    return [
+        problem(
+            "permissions", subject, f"{need.right} on {need.name!r}, to {need.purpose}", why, fix
+        )
+        for need, why in tried.refused.items()
+    ]
 
 
 def _judge_map_log(rights: Rights, subject: str) -> list[Finding]:
@@ -177,6 +203,39 @@ def _refusals(connection: BlockingConnection, scratch: str) -> dict[Right, str]:
     tried[Right.READ] = _refusal(connection, bind_and_consume)
     _refusal(connection, remove)
     return {right: why for right, why in tried.items() if why}
+
+
+def try_needs(place: Place, wanted: Sequence[Need], scratch: str, timeout: float) -> TriedNeeds:
+    """Ask for each right on each name, in ways that can't succeed."""
+    try:
+        with amqp_connection(place, timeout) as connection:
+            tried = {need: _refusal_of(connection, need, f"{scratch}.nobody") for need in wanted}
+    except pika.exceptions.AMQPError as error:
+        return TriedNeeds(place, wanted, failure=f"{type(error).__name__} while rights were tried")
+    return TriedNeeds(place, wanted, {need: why for need, why in tried.items() if why})
+
+
+def _refusal_of(connection: BlockingConnection, need: Need, nobody: str) -> str | None:
+    def configure(channel: BlockingChannel) -> None:
+        # Names with this prefix are the broker's to give.
+        ours = need.name.startswith(GENERATED)
+        impossible = {"x-message-ttl": -1}
+        channel.queue_declare("" if ours else need.name, durable=True, arguments=impossible)
+
+    def write(channel: BlockingChannel) -> None:
+        if need.name == DEFAULT_EXCHANGE:
+            channel.confirm_delivery()
+            channel.basic_publish("", nobody, b"", mandatory=True)
+        else:
+            channel.exchange_bind(need.name, nobody, "")
+
+    def read(channel: BlockingChannel) -> None:
+        impossible = {"x-priority": "none"}
+        channel.basic_consume(need.name, lambda *_: None, arguments=impossible)
+
+    ways = {Right.CONFIGURE: configure, Right.WRITE: write, Right.READ: read}
+    why = _refusal(connection, ways[need.right])
+    return why if why is not None and f"{need.right} access to " in why else None
 
 
 def _refusals_of_log(connection: BlockingConnection, scratch: str) -> dict[Right, str]:

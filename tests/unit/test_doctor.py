@@ -22,8 +22,9 @@ from sharding.doctor.nodes import (
     judge_running,
     judge_streams_enabled,
 )
-from sharding.doctor.permissions import Right, Rights, judge_rights
+from sharding.doctor.permissions import Rights, judge_rights
 from sharding.doctor.reach import Place, Protocol, Reached, Step, judge_place, places_from
+from sharding.doctor.roles import Right
 from sharding.stream.protocol.constants import Broker
 
 URLS = (
