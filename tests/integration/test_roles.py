@@ -124,7 +124,8 @@ def consumes(user: User, theirs: Topology) -> None:
         for number, _ in enumerate(consumer.messages(), 1):
             if number == len(MESSAGES):
                 break
-        consumer.store_offset()
+        if environment.server_version >= (4,):
+            consumer.store_offset()
 
 
 def works(user: User, theirs: Topology) -> None:
@@ -266,10 +267,24 @@ def test_who_has_the_rights_of_a_role_can_do_what_it_does(
         queues=[user.queue],
         streams=[user.stream],
     )
-    assert [each for each in found if each.verdict is not Verdict.OK] == []
+    assert [each for each in found if each.verdict is Verdict.PROBLEM] == []
+    assert any(f"as {user.role}" in each.subject for each in found)
 
 
-@pytest.mark.parametrize("user", [Role.WORKER, Role.OPERATOR], indirect=True)
+@pytest.mark.parametrize(
+    "user",
+    [
+        Role.WORKER,
+        pytest.param(
+            Role.OPERATOR,
+            marks=pytest.mark.twin(
+                "integration/test_roles.py::"
+                "test_each_right_that_is_missing_is_named_and_nothing_is_changed[worker]"
+            ),
+        ),
+    ],
+    indirect=True,
+)
 def test_each_right_that_is_missing_is_named_and_nothing_is_changed(
     user: User, theirs: Topology
 ) -> None:
