@@ -177,6 +177,9 @@ class ControlPlane:
         except BaseException as error:
             if isinstance(error, Exception) and self.view and not self._nodes.last:
                 with suppress(Exception):  # there may be nodes that have the log
+                    if not session.is_open:  # a node of 3.10 that has just joined ends it (541)
+                        await session.close()
+                        session = await Session.open(parameters, self.options.connect_timeout)
                     await self._nodes.learn(session)
             await session.close()
             if isinstance(error, TimeoutError) and self.log.refused is not None:

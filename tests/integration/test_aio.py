@@ -914,6 +914,18 @@ def test_nack_is_raised_and_the_shard_suspected(
 ) -> None:
     here, there = harmed.nodes[0], harmed.nodes[1]
     key, name = key_on(harmed_topology, there)
+    # As soon as 3.10 knows that a node is dead, it has no route to its queues, and gives back what
+    # asked for that; before, it nacks (both seen).
+    ways = {"nacked", "given back"} if chosen_version == OLDEST_VERSION else {"nacked"}
+
+    async def told(exchange: Any, key: str) -> str:
+        try:
+            found = await exchange.publish(aio_pika.Message(b"x"), key)
+        except PublishError:
+            return "returned"
+        except DeliveryError:
+            return "nacked"
+        return "given back" if _came_back(found) else "stored"
 
     async def play() -> None:
         async with opened(here, kind, harmed_topology) as channel:
@@ -922,13 +934,7 @@ def test_nack_is_raised_and_the_shard_suspected(
             # As if the watch of the nodes had not noticed yet.
             with monkeypatch.context() as unnoticed:
                 unnoticed.setattr(harmed_topology, "unavailable", lambda _: False)
-                if chosen_version == OLDEST_VERSION:
-                    # It has no route to a dead node's queue, and gives back what asked for it.
-                    assert _came_back(await exchange.publish(aio_pika.Message(b"x"), key))
-                else:
-                    with pytest.raises(DeliveryError) as nacked:
-                        await exchange.publish(aio_pika.Message(b"x"), key)
-                    assert not isinstance(nacked.value, PublishError)
+                assert await told(exchange, key) in ways
             await until(lambda: harmed_topology.unavailable(name))
             with pytest.raises(ShardUnavailable, match="away"):
                 await exchange.publish(aio_pika.Message(b"x"), key)

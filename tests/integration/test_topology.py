@@ -148,6 +148,27 @@ def test_reader_whose_node_has_no_replica_of_the_log_finds_one(harmed: Cluster) 
         harmed.remove_node(fourth)
 
 
+def test_reader_of_a_node_that_ends_the_connection_for_the_log_finds_another(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does a node of 3.10 that has just joined (541): it was asked again and again, and for
+    other nodes over a connection that was no more."""
+    with topology_of(cluster) as topology:
+        state = topology.set_policy(Policy("known too", "^never$", 1))
+    first = cluster.nodes[0]
+    attach = LogFollower.attach
+
+    async def ended(follower: LogFollower, session: Session) -> None:
+        if session.where.endswith(f":{first.endpoint.ports['amqp']}"):
+            await session.close()
+            raise Unreachable("the channel was closed: (541, 'INTERNAL_ERROR')")
+        await attach(follower, session)
+
+    monkeypatch.setattr(LogFollower, "attach", ended)
+    with topology_of([first]) as late:
+        assert late.state == state
+
+
 def test_map_is_not_used_longer_than_its_bound(harmed: Cluster) -> None:
     strict = TopologyOptions(poll_interval=0.5, max_staleness=2.0, connect_timeout=1.0)
     node = harmed.nodes[0]
