@@ -42,8 +42,8 @@ from datetime import datetime
 from enum import Enum
 from typing import Literal, Protocol, TypeAlias
 
-from sharding.cluster.management import Management
-from sharding.errors import RemoteError
+from sharding.cluster.management import Management, NoAnswer
+from sharding.errors import RemoteError, Unreachable
 from sharding.stream.errors import StreamNotFound
 from sharding.stream.options import ConsumerOptions
 from sharding.stream.protocol.constants import Limits
@@ -257,7 +257,12 @@ def listed_streams(options: ConnectOptions, management_url: str) -> list[str]:
     """The names of all streams in the virtual host, as the management API lists them."""
     login = options.credentials.login()
     management = Management(management_url, login.user, login.password)
-    answer = management.get("queues", options.vhost, timeout=options.request_timeout)
+    try:
+        answer = management.get("queues", options.vhost, timeout=options.request_timeout)
+    except NoAnswer as error:
+        if error.status is None or error.status >= 500:  # its node restarts, say
+            raise Unreachable(str(error)) from None
+        raise
     try:
         return [str(queue["name"]) for queue in answer if queue.get("type") == "stream"]
     except (AttributeError, KeyError, TypeError):

@@ -10,8 +10,10 @@ A checkpoint's offset is the next offset to read of every stream. Rules:
 2. The very first batch is planned even if there is nothing to read: from then on "latest" is a
    place in the checkpoint and not a moment that each restart moves.
 3. What was last seen of a stream's end is kept under `seen`. A stream that is no longer there and
-   had been read to that end is forgotten. With rows that were not read, and also where that can't
-   be known, it is a loss.
+   had been read to that end is read no more. With rows that were not read, and also where that
+   can't be known, it is a loss. It may come back (a node that has just started does not know it
+   yet, a partition is bound again): how far it was read, and what was seen of it, is kept under
+   `left`. If it still has that chunk, it goes on where it was, else from its beginning.
 4. A stream that was deleted and made again is a loss. It ends before the place to go on at or
    before the last chunk that was seen; or it has another chunk there, stored at another time. That
    is looked up once after a start, and again when the stream begins with a chunk that is younger
@@ -37,6 +39,8 @@ from pyspark.sql.datasource import InputPartition
 from sharding.errors import RemoteError, UnsupportedFormat
 
 _VERSION = 1
+_MOST_LEFT = 1_000
+"""Streams that left are remembered up to so many: a pattern may match new ones without end."""
 
 
 class StreamGone(RemoteError):
@@ -84,6 +88,9 @@ class Offsets:
     lost: Mapping[str, int] = field(default_factory=dict)
     """How many offsets were passed over so far, where that is allowed; Spark reports it with the
     query's progress."""
+    left: Mapping[str, tuple[int, Seen]] = field(default_factory=dict)
+    """Of streams that are no longer there: the first offset that is not read yet, and what was
+    seen."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, object]) -> Offsets:
@@ -98,6 +105,7 @@ class Offsets:
             bool(value.get("initial")),
             _seen(value),
             _offsets(value, "lost"),
+            _left(value),
         )
 
     def to_json(self) -> dict[str, object]:
@@ -110,6 +118,8 @@ class Offsets:
             value["seen"] = {stream: list(found) for stream, found in self.seen.items()}
         if self.lost:
             value["lost"] = dict(self.lost)
+        if self.left:
+            value["left"] = {stream: [after, *seen] for stream, (after, seen) in self.left.items()}
         return value
 
     def starts_after(self, start: Offsets) -> dict[str, int]:
@@ -130,6 +140,7 @@ class Batch:
     seen: Mapping[str, Seen] = field(default_factory=dict)
     lost: Mapping[str, int] = field(default_factory=dict)
     """What this batch passes over, as far as it can be counted."""
+    left: Mapping[str, tuple[int, Seen]] = field(default_factory=dict)
 
     @property
     def waiting(self) -> int:
@@ -146,7 +157,7 @@ class Batch:
         lost = dict(self.start.lost)
         for stream, count in self.lost.items():
             lost[stream] = lost.get(stream, 0) + count
-        return Offsets(after, self.began, seen=self.seen, lost=lost)
+        return Offsets(after, self.began, seen=self.seen, lost=lost, left=self.left)
 
 
 def plan(
@@ -155,17 +166,24 @@ def plan(
     *,
     fail_on_data_loss: bool,
     made_again: Collection[str] = (),
+    came_back: Collection[str] = (),
 ) -> Batch:
     """What there is to read in the streams of `extents` after `start`.
 
-    `made_again` are those that are known to be other streams than before.
+    `made_again` are those that are known to be other streams than before, `came_back` those that
+    had left and are known to be the same.
     """
     ranges: dict[str, tuple[int, int]] = {}
     began: dict[str, int] = dict(start.next) if start.initial else {}
     lost: dict[str, int] = {}
+    left = dict(start.left)
     for stream, extent in extents.items():
         begin, seen = start.next.get(stream), start.seen.get(stream)
-        if begin is None:
+        if begin is None and stream in left and extent.is_empty:
+            continue  # by what comes it will be known which stream it is
+        if begin is None and stream in came_back:
+            begin = began[stream] = left[stream][0]
+        elif begin is None:
             begin = began[stream] = extent.first
         elif stream in made_again or begin > extent.end > 0:
             if fail_on_data_loss:
@@ -182,16 +200,20 @@ def plan(
             lost[stream] = extent.first - begin
             begin = began[stream] = extent.first
         ranges[stream] = (begin, max(begin, extent.end))
+        left.pop(stream, None)
     for stream in start.next.keys() - extents.keys():
         seen = start.seen.get(stream)
-        if seen is not None and seen.end > start.next[stream]:
-            lost[stream] = seen.end - start.next[stream]
+        if seen is not None:
+            left[stream] = start.next[stream], seen
+            if seen.end > start.next[stream]:
+                lost[stream] = seen.end - start.next[stream]
     return Batch(
         start,
         ranges,
         {stream: at for stream, at in began.items() if stream in ranges},
-        last_seen(extents, start.seen),
+        last_seen({stream: extents[stream] for stream in ranges}, start.seen),
         lost,
+        dict(list(left.items())[-_MOST_LEFT:]),
     )
 
 
@@ -313,6 +335,17 @@ def _seen(value: Mapping[str, object]) -> dict[str, Seen]:
         return {stream: Seen(*map(int, parts)) for stream, parts in found.items()}
     except (AttributeError, TypeError, ValueError):
         problem = f"the checkpoint's offset is damaged: 'seen' holds {found!r}"
+        raise UnsupportedFormat(problem) from None
+
+
+def _left(value: Mapping[str, object]) -> dict[str, tuple[int, Seen]]:
+    found: Any = value.get("left", {})
+    try:
+        return {
+            stream: (int(after), Seen(*map(int, seen))) for stream, (after, *seen) in found.items()
+        }
+    except (AttributeError, TypeError, ValueError):
+        problem = f"the checkpoint's offset is damaged: 'left' holds {found!r}"
         raise UnsupportedFormat(problem) from None
 
 

@@ -261,6 +261,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             extents,
             fail_on_data_loss=self._options.fail_on_data_loss,
             made_again=made_again,
+            came_back={
+                stream
+                for stream, (_, seen) in begin.left.items()
+                if stream in extents
+                and has_chunk(extents[stream], seen)
+                and view.is_stored_at(stream, seen)
+            },
         )
         # Only now: what a failed plan has seen must be found again by the next one.
         self._seen = last_seen(known, begin.seen)

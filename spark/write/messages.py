@@ -168,7 +168,7 @@ def _parts(
         return (
             row.get(columns.key),
             row[columns.value],
-            properties.asDict() if hasattr(properties, "asDict") else properties,
+            _with_zones(properties.asDict() if hasattr(properties, "asDict") else properties),
             row.get(columns.headers),
             row.get(columns.filter),
         )
@@ -176,6 +176,16 @@ def _parts(
         return None, row, None, None, None
     rule = "must be a Row or mapping, a pair of key and body, or a body"
     raise InvalidInput(f"row {number}", rule, type(row).__name__)
+
+
+def _with_zones(fields: Any) -> Any:
+    """A row of Spark's has times of the worker's zone, without saying so."""
+    if not isinstance(fields, Mapping):
+        return fields
+    return {
+        name: value.astimezone(UTC) if isinstance(value, datetime) else value
+        for name, value in fields.items()
+    }
 
 
 def _immutable(value: Any) -> Any:

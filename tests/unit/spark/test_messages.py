@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import namedtuple
 from datetime import UTC, datetime
 
@@ -93,6 +94,29 @@ def test_time_without_a_zone_is_taken_as_utc() -> None:
     properties = decode_message(message).properties
     assert properties is not None
     assert properties.creation_time == 1000
+
+
+def test_time_of_a_row_without_a_zone_is_local_as_spark_s_own_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What Spark gives a task as a `Row` has times of the worker's zone; as Arrow, of UTC."""
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        noon = datetime(2026, 11, 16, 12, tzinfo=UTC)
+        row = {
+            "value": b"a",
+            "properties": {"creation_time": noon.astimezone().replace(tzinfo=None)},
+        }
+        columns = MessageColumns("value", properties="properties")
+        (messages,) = of_rows([row], columns, key_needed=False)
+        (message,) = messages.encoded()
+        properties = decode_message(message).properties
+        assert properties is not None
+        assert properties.creation_time == int(noon.timestamp() * 1000)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @pytest.mark.parametrize(

@@ -387,3 +387,30 @@ def test_the_latest_offsets_are_reported_beside_what_is_read() -> None:
     report = query.reader.reportLatestOffset()
     assert report is not None
     assert report["next"] == {"s0": 100, "s1": 50, "s2": 0}
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("meanwhile", ["the same", "made again", "empty at first"])
+def test_a_stream_that_comes_back_goes_on_where_it_was_unless_it_is_another(
+    cluster: FakeEnvironment, meanwhile: str, restart: bool
+) -> None:
+    """A node that has just started denied a partition for a moment: all of it was read again."""
+    query = Query(startingOffsets="earliest")
+    assert spans(query.trigger()) == {"s0": (0, 100), "s1": (10, 50)}
+    del cluster.streams["s1"]
+    assert not query.trigger()
+    cluster.streams["s0"] = (0, 110)
+    assert spans(query.trigger()) == {"s0": (100, 110)}
+    if restart:
+        query = Query(query.log, startingOffsets="earliest")
+    cluster.streams["s1"] = (10, 60)
+    if meanwhile == "made again":
+        cluster.made_again["s1"] = 1
+    if meanwhile == "empty at first":
+        cluster.streams["s1"] = (0, 0)
+        assert not query.trigger()
+        cluster.streams["s1"] = (10, 60)
+    begin = 10 if meanwhile == "made again" else 50
+    assert spans(query.trigger()) == {"s1": (begin, 60)}
+    assert spans(query.repeat()) == {"s1": (begin, 60)}
+    assert "left" not in json.loads(query.log[-1])

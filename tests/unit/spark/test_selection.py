@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from sharding.cluster.management import Management, NoAnswer
+from sharding.errors import RemoteError, is_retryable
 from sharding.stream.errors import StreamNotFound
-from spark.options.read import Selection
+from spark.options.connect import ConnectOptions
+from spark.options.read import Selection, listed_streams
 from spark.options.values import BadOption, OptionValues
 
 
@@ -85,3 +88,21 @@ def test_a_stream_that_was_missing_a_moment_ago_is_asked_for_again() -> None:
 def test_a_selection_that_can_not_be_is_refused(options: dict[str, str], said: str) -> None:
     with pytest.raises(BadOption, match=said):
         select(**options)
+
+
+@pytest.mark.parametrize(
+    ("status", "may_pass"), [(None, True), (500, True), (503, True), (401, False), (404, False)]
+)
+def test_a_management_api_that_is_away_for_a_moment_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, status: int | None, may_pass: bool
+) -> None:
+    """The restart of its node ended every running query over a pattern."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise NoAnswer("GET …: no answer", status=status)
+
+    monkeypatch.setattr(Management, "get", fails)
+    options = ConnectOptions.parse(OptionValues({"uri": "rabbitmq-stream://h"}, "reading"))
+    with pytest.raises(RemoteError) as caught:
+        listed_streams(options, "http://h:15672")
+    assert is_retryable(caught.value) == may_pass
