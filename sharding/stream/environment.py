@@ -318,8 +318,14 @@ class StreamEnvironment:
         return self._routes.partitions(super_stream, self.options.request_timeout)
 
     def _streams_of(self, name: str) -> tuple[Partitions, str | None]:
-        """The streams behind a name, and the name itself if it is a super stream's."""
+        """The streams behind a name, and the name itself if it is a super stream's.
+
+        Who uses them keeps them for its life, so memory is not enough: a partition may just have
+        been added.
+        """
         try:
+            self._partitions(name)
+            self._routes.suspect(name, "a producer or consumer is made")
             return self._partitions(name), name
         except StreamNotFound:
             self.route(name)  # raises if there is no such stream either

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from sharding.stream.connections.connection import StreamClient
 
 CAPACITY = min(MAX_PUBLISHERS, MAX_SUBSCRIPTIONS)
+READERS = 200
+"""Readers ask about their stream over their own connection, for which they take more ids."""
 
 
 class Role(Enum):
@@ -45,9 +47,9 @@ class Place:
     def load(self) -> int:
         return self.client.publishers + self.client.subscribers + self.pins
 
-    @property
-    def has_room(self) -> bool:
-        return self.load < self.capacity and not self.client.lost_credit
+    def has_room(self, role: Role) -> bool:
+        most = min(self.capacity, READERS) if role is Role.SUBSCRIPTIONS else self.capacity
+        return self.load < most and not self.client.lost_credit
 
 
 class OpenConnections:
@@ -70,7 +72,7 @@ class OpenConnections:
             fitting = [
                 place
                 for place in self._places
-                if place.node == node and place.role in (role, None) and place.has_room
+                if place.node == node and place.role in (role, None) and place.has_room(role)
             ]
             if fitting:
                 # A spare only when there is nothing else; the fullest, so that others get empty.

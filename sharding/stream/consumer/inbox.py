@@ -150,8 +150,8 @@ class Inbox:
     def put(self, lane: Lane, source: object, first: int, end: int, chunk: memoryview) -> bool:
         """Add a chunk; False if the lane is full, which only a broken broker brings about."""
         with self._changed:
-            if lane._source is not source or self._closed:
-                return True
+            if lane._source is not source or self._closed or self._failure is not None:
+                return True  # what comes after a failure would be handed out before it
             if lane.shut:  # it was sent before we said where to go on
                 lane.owed += 1
                 return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from sharding.errors import LocalError, WarrenError
@@ -148,15 +149,20 @@ class Publishers:
         self._filtering = filtering
         self._clock = clock
 
-    def open(self, stream: str, listener: Listener, deadline: float) -> Publishing:
-        """A publisher at the stream's leader. Whatever fails, nothing stays behind."""
+    def open(
+        self, stream: str, listener: Listener, deadline: float, *, election: float = inf
+    ) -> Publishing:
+        """A publisher at the stream's leader. Whatever fails, nothing stays behind.
+
+        An election is waited for up to `election` seconds.
+        """
 
         def left() -> float:
             # Never 0: that could mean "no wait at all", and a late try is still a try.
             return max(0.05, deadline - self._clock())
 
         try:
-            leader = self._leaders.leader(stream, left())
+            leader = self._leaders.leader(stream, min(left(), election))
             attachment = Attachment(listener)
             client, number = self._connections.publisher(leader, stream, attachment, deadline)
             publishing = Publishing(client, number, attachment, self._connections)
@@ -168,7 +174,7 @@ class Publishers:
                 publishing.leave()
                 if self._clock() >= deadline:
                     raise
-                return self.open(stream, listener, deadline)
+                return self.open(stream, listener, deadline, election=election)
             except BaseException:
                 publishing.leave()
                 raise

@@ -24,6 +24,9 @@ from sharding.stream.producer.publishing import Listener, Publishers, Publishing
 logger = logging.getLogger("warren.stream.producer")
 
 _TRY_TIMEOUT = 15.0  # for one try to open a publisher
+_ELECTION = 1.0
+"""A stream that has no leader for longer is tried again: while it is waited for, nobody else on
+these few threads is."""
 _END_TIMEOUT = 5.0
 STEADY = 10.0
 """A publisher that stood for so many seconds with nothing to be confirmed works."""
@@ -107,7 +110,9 @@ class Reconnecting:
         deadline = min(outage.deadline, self.clock() + _TRY_TIMEOUT)
         try:
             self.publishers.suspect(self.stream, reason)
-            publishing = self.publishers.open(self.stream, self.listener, deadline)
+            publishing = self.publishers.open(
+                self.stream, self.listener, deadline, election=_ELECTION
+            )
         except Exception as error:
             pause = outage.pause_after(error, self.clock(), self.rng)
             if pause is None:

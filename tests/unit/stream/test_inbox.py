@@ -310,3 +310,18 @@ def test_whatever_happens_every_offset_is_taken_once_and_in_order(
     while lane.waiting:
         take_what_waits()
     assert seen == list(range(ranges[-1][1]))
+
+
+def test_nothing_that_comes_after_a_failure_is_handed_out() -> None:
+    """A damaged chunk was passed over: what came behind it was handed out, and its offset stored;
+    and while another partition had something waiting, nobody was told."""
+    inbox = Inbox(10)
+    lane, source = listening(inbox)
+    other, elsewhere = listening(inbox, "other")
+    filled(inbox, lane, source, (0, 5))
+    inbox.fail(Unreachable("the chunk at 5 is damaged"))
+    assert inbox.put(lane, source, 10, 15, chunk())
+    assert inbox.put(other, elsewhere, 0, 5, chunk())
+    assert take(inbox).end == 5
+    with pytest.raises(Unreachable, match="damaged"):
+        inbox.take(0.0)
