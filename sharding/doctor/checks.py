@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -211,6 +211,7 @@ def judge_exchanges(
     bindings: Sequence[Mapping[str, Any]],
 ) -> list[Finding]:
     """Pure: from what the management API says of a virtual host."""
+    queues = list(queues)
     nets = {
         each["name"]: (each.get("arguments") or {}).get("alternate-exchange") for each in exchanges
     }
@@ -261,6 +262,7 @@ def judge_exchanges(
                     fix,
                 )
             )
+    found += _dead_letters_into(ours.keys() | {f"{name}.shards" for name in ours}, queues)
     return found or [
         ok(
             "unrouted messages",
@@ -269,6 +271,27 @@ def judge_exchanges(
             f"nothing is kept behind {len(ours)} exchanges of logical queues",
         )
     ]
+
+
+def _dead_letters_into(ours: Set[str], queues: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """A dead letter keeps the keys that led it to its shard, though the header is gone."""
+    for queue in queues:
+        target = _setting(queue, "dead-letter-exchange")
+        if target in ours and not _setting(queue, "dead-letter-routing-key"):
+            yield problem(
+                "dead letters",
+                str(queue["name"]),
+                f"no way back into {target!r} but through Warren",
+                "its dead letters go there with the keys of the shard that they came from: to the "
+                "old shard of a key that has moved, and where that shard is gone they are lost",
+                "Let a consumer of that queue publish them again through Warren.",
+            )
+
+
+def _setting(queue: Mapping[str, Any], name: str) -> Any:
+    """Of a queue, by its arguments or by the policies that apply to it."""
+    arguments, policy = queue.get("arguments") or {}, queue.get("effective_policy_definition") or {}
+    return arguments.get(f"x-{name}") or policy.get(name)
 
 
 def _without_a_net(

@@ -39,6 +39,7 @@ from tests.support.sharded import (
     connection_to,
     drain,
     fresh_queue,
+    publish_all,
     raw_channel,
     set_up,
     topology_of,
@@ -308,3 +309,50 @@ def test_nothing_is_confirmed_and_dropped_while_the_node_of_unrouted_messages_is
                 confirmed.append(body)
     home.restart()
     assert [body for _, _, body in drain(other, [unrouted(logical)])] == confirmed
+
+
+def test_doctor_names_queues_whose_dead_letters_go_back_by_the_keys_of_an_old_shard(
+    cluster: Cluster, topology: Topology
+) -> None:
+    """Seen on 3.10 and 4.0: such a message does not take the way to the unrouted ones, as it has
+    our keys, and where its old shard is not bound any more it is lost without a trace."""
+    logical = fresh_queue()
+    retry = f"{logical}-retry"
+    with raw_channel(cluster.nodes[0]) as channel:
+        channel.exchange_declare(retry, "fanout")
+        topology.set_policy(
+            replace(
+                Policy.exactly(logical, 1, name=logical),
+                queue_arguments={"x-dead-letter-exchange": retry},
+            )
+        )
+        shard_map = topology.ensure(logical).shard_map
+        arguments = {"x-message-ttl": 1, "x-dead-letter-exchange": shard_map.exchange}
+        channel.queue_declare(retry, arguments=arguments)
+        channel.queue_bind(retry, retry, "")
+        publish_all(topology, logical, [("key-1", b"again")])
+        shard = shard_map.shard_of("key-1").name
+        channel.queue_unbind(shard, shards_exchange(logical), shard)
+        wait_until(lambda: reject_one(channel, shard))
+        wait_until(lambda: ready(channel, retry) == 0)
+        assert [ready(channel, queue) for queue in [*names(shard_map), unrouted(logical)]] == [
+            0
+        ] * 4
+        api, vhost = cluster.nodes[0].management, cluster.vhost
+        seen = [api.get(kind, vhost) for kind in ("exchanges", "queues", "bindings")]
+        told = {each.subject: each for each in judge_exchanges(*seen)}
+        assert "the old shard of a key that has moved" in told[retry].found
+        channel.queue_delete(retry)
+        channel.exchange_delete(retry)
+
+
+def reject_one(channel: Any, queue: str) -> bool:
+    method, _, _ = channel.basic_get(queue)
+    if method is not None:
+        channel.basic_reject(method.delivery_tag, requeue=False)
+    return method is not None
+
+
+def ready(channel: Any, queue: str) -> int:
+    count: int = channel.queue_declare(queue, passive=True).method.message_count
+    return count
