@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
+from sharding import Topology
 from tests.cluster import DEFAULT_VERSION, Cluster, NotOurs, boots, foreign
 from tests.cluster.docker import engine_answers
 from tests.cluster.pool import Pool
@@ -21,6 +22,7 @@ from tests.cluster.waiting import PATIENCE
 from tests.support import run_report
 from tests.support.run_report import POOL, is_worker
 from tests.support.scheduling import ByGroup, in_order
+from tests.support.sharded import topology_of
 from tests.support.spark_home import spark_home
 
 OLDEST_VERSION = "3.10"
@@ -189,6 +191,13 @@ def _label(request: pytest.FixtureRequest) -> str:
 def cluster(pool: Pool, broker_version: str, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Three nodes of the version that the suite runs on, that nobody may harm."""
     with pool.shared("healthy", broker_version, _label(request)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def topology(cluster: Cluster) -> Iterator[Topology]:
+    """With every right and the management API, for what a module does to its own virtual host."""
+    with topology_of(cluster) as running:
         yield running
 
 

@@ -19,7 +19,7 @@ from sharding.maps.naming import shards_exchange
 from tests.cluster import Cluster, Node, wait_until
 from tests.conformance.callers import CALLERS, Caller, Publication
 from tests.support.other_views import AsInAnotherProcess, WithAnOldMap
-from tests.support.sharded import drain, fresh_queue, raw_channel, topology_of
+from tests.support.sharded import drain, fresh_queue, raw_channel
 
 pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("kind", CALLERS)]
 
@@ -29,12 +29,6 @@ WRAPPERS: dict[str, Any] = {
     "aio": AioShardedChannel,
     "robust": AioShardedChannel,
 }
-
-
-@pytest.fixture(scope="module")
-def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster) as running:
-        yield running
 
 
 @dataclass

@@ -32,12 +32,6 @@ from tests.support.sharded import (
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture(scope="module")
-def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster) as running:
-        yield running
-
-
 # A map that is stale
 
 

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +16,9 @@ from sharding.groups.queues.shard_reader import NotLockable
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
-from tests.support.sharded import keys_of, make_sharded, publish_all, raw_channel, topology_of
+from tests.support.sharded import keys_of, make_sharded, publish_all, raw_channel
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster) as running:
-        yield running
 
 
 def test_a_shard_made_again_as_a_queue_without_locks_ends_its_worker(

@@ -20,18 +20,11 @@ from tests.support.sharded import (
     make_sharded,
     messages_in,
     publish_all,
-    topology_of,
 )
 
 pytestmark = pytest.mark.cluster
 
 QUICK = Retry(attempts=2, first_delay=0.01)
-
-
-@pytest.fixture(scope="module")
-def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster) as running:
-        yield running
 
 
 class OrderFailed(Exception):

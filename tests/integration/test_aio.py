@@ -38,12 +38,6 @@ both_kinds = pytest.mark.parametrize("kind", ["plain", "robust"])
 KEYS = [f"user-{number}" for number in range(20)]
 
 
-@pytest.fixture(scope="module")
-def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster) as running:
-        yield running
-
-
 @pytest.fixture
 def logical(cluster: Cluster, topology: Topology) -> Iterator[str]:
     """A logical queue of this test alone, with two shards on each node."""

@@ -23,16 +23,9 @@ from tests.support.sharded import (
     fresh_queue,
     publish_all,
     raw_channel,
-    topology_of,
 )
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster) as opened:
-        yield opened
 
 
 @pytest.fixture

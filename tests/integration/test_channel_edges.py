@@ -32,12 +32,6 @@ from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture(scope="module")
-def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster) as opened:
-        yield opened
-
-
 @pytest.fixture
 def connection(cluster: Cluster) -> Iterator[BlockingConnection]:
     with connection_to(cluster.nodes[0]) as opened:

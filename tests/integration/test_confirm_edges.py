@@ -25,15 +25,9 @@ from sharding import OutcomeUnknown, Policy, ShardMap, ShardUnavailable, Topolog
 from sharding.maps.naming import shards_exchange
 from tests.cluster import Cluster, Node, wait_until
 from tests.cluster.waiting import PATIENCE
-from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel, topology_of
+from tests.support.sharded import connection_to, drain, fresh_queue, raw_channel
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster) as running:
-        yield running
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -54,12 +53,6 @@ WRAPPERS: dict[str, Any] = {
     "aio": AioShardedChannel,
     "robust": AioShardedChannel,
 }
-
-
-@pytest.fixture(scope="module")
-def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster) as running:
-        yield running
 
 
 def shard(topology: Topology, logical: str) -> ShardMap:

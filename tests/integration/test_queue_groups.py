@@ -33,17 +33,11 @@ from sharding.maps.shard_map import Address
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
-from tests.support.sharded import fresh_queue, raw_channel, topology_of
+from tests.support.sharded import fresh_queue, raw_channel
 
 pytestmark = pytest.mark.cluster
 
 QUICK = Retry(attempts=3, first_delay=0.01, max_delay=0.05)
-
-
-@pytest.fixture(scope="module")
-def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster) as running:
-        yield running
 
 
 @pytest.fixture

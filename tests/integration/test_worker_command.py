@@ -17,7 +17,7 @@ from sharding import Policy, Topology
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
-from tests.support.sharded import fresh_queue, raw_channel, topology_of
+from tests.support.sharded import fresh_queue, raw_channel
 
 pytestmark = pytest.mark.cluster
 
@@ -43,12 +43,6 @@ async def later(delivery):
 
 not_callable = 5
 """
-
-
-@pytest.fixture(scope="module")
-def topology(cluster: Cluster) -> Iterator[Topology]:
-    with topology_of(cluster) as running:
-        yield running
 
 
 @pytest.fixture
