@@ -39,10 +39,11 @@ def traces(name: str) -> list[str]:
 
 @pytest.mark.usefixtures("boots_clusters")
 def test_cluster_with_settings_of_its_own_runs_beside_another_and_ends_without_a_trace(
-    cluster: Cluster,
+    cluster: Cluster, broker_version: str
 ) -> None:
     name = fresh_name()
-    assert "x-modulus-hash" not in exchange_types(cluster.nodes[0].endpoint)
+    if broker_version != "4.3":  # there it is in the broker itself
+        assert "x-modulus-hash" not in exchange_types(cluster.nodes[0].endpoint)
     with Cluster.start(
         name,
         nodes=1,

@@ -279,7 +279,7 @@ def test_who_has_the_rights_of_a_role_can_do_what_it_does(
             Role.OPERATOR,
             marks=pytest.mark.twin(
                 "integration/test_roles.py::"
-                "test_each_right_that_is_missing_is_named_and_nothing_is_changed[worker]"
+                "test_each_right_that_is_missing_is_named_and_nothing_is_changed"
             ),
         ),
     ],
