@@ -337,7 +337,8 @@ class AioShardedChannel(Proxy):
         }
 
         async def declare(target: str, own: dict[str, Any] | None) -> Any:
-            return await self._wrapped.declare_exchange(target, **flags, arguments=own)
+            async with self._deadline(timeout):
+                return await self._wrapped.declare_exchange(target, **flags, arguments=own)
 
         shard_map = await self._shard_map(name)
         if self._robust and (sharded or shard_map is not None):
@@ -375,7 +376,8 @@ class AioShardedChannel(Proxy):
         nowait: bool = False,
     ) -> Any:
         async def delete(name: str) -> Any:
-            return await self._wrapped.exchange_delete(name, timeout, if_unused, nowait)
+            async with self._deadline(timeout):
+                return await self._wrapped.exchange_delete(name, timeout, if_unused, nowait)
 
         return await self._calls.delete_exchange(exchange_name, if_unused, delete)
 

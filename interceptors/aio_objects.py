@@ -263,7 +263,8 @@ class ShardedExchange(Proxy):
             publishing = self._wrapped.publish(
                 sent, routing_key, mandatory=mandatory, immediate=immediate, timeout=timeout
             )
-            async with self._owner._without_map(self._logical):
+            owner = self._owner
+            async with owner._without_map(self._logical), owner._deadline(timeout):
                 return await counted(self._owner.counters, publishing, sent)
         sending = _Sending(self, message, routing_key, mandatory, immediate)
         try:
@@ -293,7 +294,8 @@ class ShardedExchange(Proxy):
 
     async def delete(self, if_unused: bool = False, timeout: float | None = None) -> Any:
         async def delete(_: str) -> Any:
-            return await self._wrapped.delete(if_unused, timeout)
+            async with self._owner._deadline(timeout):
+                return await self._wrapped.delete(if_unused, timeout)
 
         return await self._owner._calls.delete_exchange(self._logical, if_unused, delete)
 

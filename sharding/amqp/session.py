@@ -274,9 +274,15 @@ class Channel:
         return bool(self._channel.is_open)
 
     @property
+    def frame_max(self) -> int:
+        """The largest frame, as the connection has agreed on it."""
+        size: int = self._channel.connection.params.frame_max
+        return size
+
+    @property
     def room_for_properties(self) -> int:
         """How many bytes the properties of a message sent here may have."""
-        return room_in_frame(self._channel.connection.params.frame_max)
+        return room_in_frame(self.frame_max)
 
     def close(self) -> None:
         """Ask for it to be closed; the answer is not waited for."""

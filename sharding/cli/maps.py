@@ -122,14 +122,22 @@ def ensure(
 ) -> None:
     """Make the shards of these logical queues, or of all, be what the policies say."""
     with connected(url, management) as topology:
-        for name in logical or sorted(topology.state.maps):
-            ensuring = topology.futures.ensure(name, only_sharded=not logical)
+        names = logical or sorted(topology.state.maps)
+        has_failed = False
+        for name in names:
             try:
+                ensuring = topology.futures.ensure(name, only_sharded=not logical)
                 report(topology.result(ensuring))
+                _bring(topology, name)
             except Forgotten as error:
                 typer.echo(printable(str(error)))
-                continue
-            _bring(topology, name)
+            except WarrenError as error:
+                if len(names) == 1:
+                    raise
+                has_failed = True
+                typer.echo(f"warren: {printable(f'{name}: {error}')}", err=True)
+        if has_failed:
+            raise typer.Exit(1)
 
 
 @shards.command()
@@ -146,15 +154,22 @@ def watch(
         typer.echo(f"watching {', '.join(sorted(known)) or 'for logical queues'}")
         while True:
             try:
-                for ensured in topology.ensure_all():
-                    name = ensured.shard_map.logical
+                names = sorted(topology.state.maps)
+            except WarrenError as error:
+                typer.echo(f"warren: {printable(str(error))}; trying again", err=True)
+                names = []
+            for name in names:  # each by itself: one that fails holds up no other
+                try:
+                    ensured = topology.result(topology.futures.ensure(name, only_sharded=True))
                     if ensured.made_again or ensured.kept != fruitless.get(name, 0):
                         fruitless[name] = 0 if _bring(topology, name) else ensured.kept
                     if known.get(name) != ensured.shard_map:
                         report(ensured, known.get(name))
                         known[name] = ensured.shard_map
-            except WarrenError as error:
-                typer.echo(f"warren: {printable(str(error))}; trying again", err=True)
+                except Forgotten:
+                    continue
+                except WarrenError as error:
+                    typer.echo(f"warren: {printable(f'{name}: {error}')}; trying again", err=True)
             time.sleep(interval)
 
 

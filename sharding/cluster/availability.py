@@ -9,6 +9,10 @@ met by a connection of each client for each shard, again and again.
 A node that can't be reached is tried every `probe_interval`: its shards are back when it is. One
 that answers that a shard is not there is asked less and less often, as somebody has to make the
 shard again, and each such answer is an error in the broker's log.
+
+A shard that is full refuses each message and yet answers. So one that has answered is not asked
+again, and does not count as away, until a `probe_interval` is over: a thousand refusals a second
+are one question a second. The connection is kept beyond the next question.
 """
 
 from __future__ import annotations
@@ -32,6 +36,9 @@ logger = logging.getLogger("warren.topology")
 _random = random.Random()  # its own, so that nobody else's sequence of numbers changes
 _LONGEST = 10.0
 _CLOSE_TIMEOUT = 0.5
+_KEPT = 2.0
+"""How many intervals a connection is kept that nobody asks over: the next question may come after
+one."""
 
 
 class AwayShards:
@@ -40,8 +47,12 @@ class AwayShards:
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._lately: dict[str, tuple[Shard, ShardMap] | None] = {}
+        """Shards that answered less than an interval ago, and who became suspect since then."""
         self._lines: dict[str, _Line] = {}
-        interval = plane.options.probe_interval
+        self._endings: set[asyncio.Task[None]] = set()
+        self._is_over = False
+        self._interval = interval = plane.options.probe_interval
         self._silent = Backoff(interval, interval, spread=0.2)
         self._missing = Backoff(interval, _LONGEST * interval, factor=1.5, spread=0.2)
 
@@ -56,14 +67,31 @@ class AwayShards:
 
     def suspect(self, shard: Shard, shard_map: ShardMap) -> None:
         """Check a shard until it is there; meanwhile it counts as away."""
-        if shard.name not in self._tasks:
+        if shard.name in self._lately:
+            self._lately[shard.name] = (shard, shard_map)
+        elif shard.name not in self._tasks and not self._is_over:
             self._tasks[shard.name] = asyncio.create_task(self._follow(shard, shard_map))
 
+    def _note_answer(self, shard: str) -> None:
+        self._lately[shard] = None
+        asyncio.get_running_loop().call_later(self._interval, self._end_interval, shard)
+
+    def _end_interval(self, shard: str) -> None:
+        suspected = self._lately.pop(shard)
+        if suspected is not None:
+            self.suspect(*suspected)
+
     async def stop(self) -> None:
+        self._is_over = True
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        lines, self._lines = list(self._lines.values()), {}
+        for line in lines:
+            line.keep()  # until it is hung up right here
+        hanging_up = (line.hang_up() for line in lines)
+        await asyncio.gather(*hanging_up, *self._endings, return_exceptions=True)
 
     async def _follow(self, shard: Shard, shard_map: ShardMap) -> None:
         is_away = False
@@ -72,13 +100,16 @@ class AwayShards:
         try:
             while True:
                 # The map may have changed: the node has a new address, the shard moved or left.
-                current = self._plane.log.state.maps.get(shard_map.logical, shard_map)
+                current = self._newest(shard_map)
+                if current is None:
+                    return
                 here = next((each for each in current.shards if each.name == shard.name), None)
                 if here is None:
                     return
-                line = await self._line_to(node_of_shard(current, here), line)
+                line = self._line_to(node_of_shard(current, here), line)
                 why, is_missing = await self._why_away(here, line)
                 if why is None:
+                    self._note_answer(shard.name)
                     break
                 if not is_away:
                     is_away = True
@@ -91,25 +122,37 @@ class AwayShards:
         finally:
             self._tasks.pop(shard.name, None)
             if line is not None:
-                await self._leave(line)
+                self._leave(line)
         if is_away:
             logger.info("shard %r is back", shard.name)
 
-    async def _line_to(self, node: Node, held: _Line | None) -> _Line:
+    def _newest(self, shard_map: ShardMap) -> ShardMap | None:
+        """None where the name is sharded no more. Fixed maps are in no log."""
+        known = None if self._plane.has_log else shard_map
+        return self._plane.log.state.maps.get(shard_map.logical, known)
+
+    def _line_to(self, node: Node, held: _Line | None) -> _Line:
         """The one that is held, unless it leads to another node."""
         if held is None or held.node.name != node.name:
             if held is not None:
-                await self._leave(held)
+                self._leave(held)
             held = self._lines.setdefault(node.name, _Line(self._plane))
+            held.keep()
             held.users += 1
         held.node = node  # its address may be a new one
         return held
 
-    async def _leave(self, line: _Line) -> None:
+    def _leave(self, line: _Line) -> None:
         line.users -= 1
         if not line.users:
-            self._lines.pop(line.node.name, None)
-            await line.hang_up()
+            line.ending = asyncio.create_task(self._end(line))
+            self._endings.add(line.ending)
+            line.ending.add_done_callback(self._endings.discard)
+
+    async def _end(self, line: _Line) -> None:
+        await asyncio.sleep(_KEPT * self._interval)
+        self._lines.pop(line.node.name, None)  # so that nobody finds it while it is hung up
+        await line.hang_up()
 
     async def _why_away(self, shard: Shard, line: _Line) -> tuple[str | None, bool]:
         """Why it does not answer, None if it does; and whether the broker says that there is none.
@@ -149,6 +192,14 @@ class _Line:
         self._session: Session | None = None
         self._asking: Counter[Session] = Counter()
         self.users = 0
+        self.ending: asyncio.Task[None] | None = None
+        """Waits to hang up, as long as there are no users."""
+
+    def keep(self) -> None:
+        """There is a user again."""
+        if self.ending is not None:
+            self.ending.cancel()
+            self.ending = None
 
     async def ask_for(self, queue: str) -> None:
         """Returns if it is there."""

@@ -64,7 +64,7 @@ class TopologyOptions:
     """How often the management API is asked which nodes run."""
     probe_interval: float = 1.0
     """How often a shard that is away is tried again; up to ten times this where its node answers
-    that there is no such queue."""
+    that there is no such queue. One that refuses messages and yet answers is asked once in it."""
     change_timeout: float = 30.0
     """How long a change of policies or maps may take, races included."""
     trusted_hosts: Sequence[str] = ()
@@ -86,7 +86,7 @@ class ControlPlane:
     ) -> None:
         self.given = [connection_parameters(url) for url in urls]
         self.view = view
-        self._has_log = has_log
+        self.has_log = has_log
         self.options = options
         # Fixed maps are the user's own word, unless told otherwise.
         named = options.trusted_hosts or (() if has_log else ("*",))
@@ -167,7 +167,7 @@ class ControlPlane:
 
     async def _attach(self, parameters: pika.ConnectionParameters) -> Session:
         session = await Session.open(parameters, self.options.connect_timeout)
-        if not self._has_log:
+        if not self.has_log:
             return session
         try:
             async with asyncio.timeout(self.options.connect_timeout):
@@ -211,7 +211,7 @@ class ControlPlane:
                 if session.lost.done():
                     self.problem = session.lost.result()
                     return
-                if self._has_log:
+                if self.has_log:
                     await self.refresh()
         except Exception as error:  # see _follow
             self._note_problem(error)

@@ -105,6 +105,8 @@ class Manager:
         self._made_again = False
         self._kept = 0
         self._names: dict[str, str] = {}
+        self._silent: set[str] = set()
+        """Nodes of which a shard did not answer; to ask for each more takes as long again."""
 
     async def ensure(
         self, logical: str, found: Sequence[Shard] = (), *, only_sharded: bool = False
@@ -275,7 +277,7 @@ class Manager:
         await _declare_exchange(session, name, "fanout", internal=True, arguments=behind)
         channel = await session.channel()
         try:
-            async with asyncio.timeout(self._plane.options.answer_timeout):
+            async with self._answered_in_time():
                 declared = await channel.declare(name, durable=True, arguments=CLASSIC)
                 await channel.bind(name, name, "")
                 self._kept = declared.messages
@@ -331,7 +333,8 @@ class Manager:
                             del placed[shard.name]
                     continue
                 tokens[member.name] = token
-                await _make_refusing(session, refusing(member.name))
+                is_in_use = any(shard.name in known for shard in own)
+                await self._make_refusing(session, refusing(member.name), is_in_use)
                 for shard in own:
                     placed[shard.name] = await self._place_one(
                         session,
@@ -344,13 +347,49 @@ class Manager:
                 await session.close()
         return [placed[shard.name] for shard in shards if shard.name in placed], tokens
 
+    async def _make_refusing(self, session: Session, queue: str, is_in_use: bool) -> None:
+        """One that was made before may be where a policy of the broker put it, and away."""
+        channel = await session.channel()
+        try:
+            async with self._answered_in_time():
+                await channel.declare(queue, durable=True, arguments=TAKES_NOTHING)
+                await channel.bind(queue, REFUSED, "")
+        except (Refused, TimeoutError) as error:
+            if isinstance(error, Refused) and not _says_away(error):
+                raise
+            if not is_in_use:
+                raise Unreachable(f"{queue!r} can't be made: {reason(error)}") from None
+            self._note(f"{queue!r}, which refuses what is lost, is away: {reason(error)}")
+        finally:
+            channel.close()
+
     async def _place_one(
         self, session: Session, at_home: Shard, known: Shard | None, policy: Policy, exchange: str
     ) -> Shard:
         """Make one shard on the node that `session` is connected to, or say where it is.
 
-        Where nobody can tell where it landed, what the map said of it stays.
+        A policy of the broker may have put it on another node, and the broker holds a question for
+        64 s where that is down. What the map says of a shard that does not answer stays.
         """
+        if known is not None and known.node in self._silent:
+            self._note(f"shard {at_home.name!r} is left as it is: {known.node} does not answer")
+            return replace(at_home, node=known.node)
+        try:
+            return await self._make_one(session, at_home, known, policy, exchange)
+        except (Refused, TimeoutError) as error:
+            if isinstance(error, Refused) and not _says_away(error):
+                raise
+            if known is None:
+                raise Unreachable(f"{at_home.name!r} can't be made: {reason(error)}") from None
+            self._note(f"shard {at_home.name!r} is left as it is: {reason(error)}")
+            if known.node != at_home.node:
+                self._silent.add(known.node)
+            return replace(at_home, node=known.node)
+
+    async def _make_one(
+        self, session: Session, at_home: Shard, known: Shard | None, policy: Policy, exchange: str
+    ) -> Shard:
+        """Where nobody can tell where it landed, what the map said of it stays."""
         await self._declare(session, at_home, policy)
         landed = await self._where(at_home, is_new=known is None)
         # Replicated queues have leaders that the broker moves; only classic ones have a home.
@@ -365,21 +404,28 @@ class Manager:
                 landed = await self._where(at_home)
         channel = await session.channel()
         try:
-            await channel.bind(at_home.name, exchange, at_home.name)
+            async with self._answered_in_time():
+                await channel.bind(at_home.name, exchange, at_home.name)
         finally:
             channel.close()
         return replace(at_home, node=landed or (known or at_home).node)
+
+    def _answered_in_time(self) -> asyncio.Timeout:
+        return asyncio.timeout(self._plane.options.answer_timeout)
 
     async def _declare(self, session: Session, shard: Shard, policy: Policy) -> None:
         channel = await session.channel()
         try:
             # Always of a stated type: a virtual host, or a whole broker, may have another default.
             arguments = {**CLASSIC, **policy.queue_arguments}
-            await channel.declare(shard.name, durable=policy.durable, arguments=arguments)
+            async with self._answered_in_time():
+                await channel.declare(shard.name, durable=policy.durable, arguments=arguments)
         except Refused as error:
             if error.code != PRECONDITION_FAILED:
                 raise
-            if not await exists(session, queue=shard.name):
+            async with self._answered_in_time():
+                is_there = await exists(session, queue=shard.name)
+            if not is_there:
                 rule = f"must be such that the broker takes them: {error.text}"
                 raise InvalidInput("queue arguments", rule, dict(policy.queue_arguments)) from None
             self._note(
@@ -499,15 +545,6 @@ async def _declare_exchange(session: Session, exchange: str, *kind: str, **optio
         channel.close()
 
 
-async def _make_refusing(session: Session, queue: str) -> None:
-    channel = await session.channel()
-    try:
-        await channel.declare(queue, durable=True, arguments=TAKES_NOTHING)
-        await channel.bind(queue, REFUSED, "")
-    finally:
-        channel.close()
-
-
 async def _delete_unused(session: Session, exchange: str) -> None:
     channel = await session.channel()
     try:
@@ -516,6 +553,11 @@ async def _delete_unused(session: Session, exchange: str) -> None:
         logger.info("the exchange %r stays: %s", exchange, error.text)
     finally:
         channel.close()
+
+
+def _says_away(error: Refused) -> bool:
+    """Whether a queue is there whose node is down; what is not there is "no queue"."""
+    return error.code == NOT_FOUND and not error.text.startswith("NOT_FOUND - no ")
 
 
 async def exists(session: Session, *, queue: str = "", exchange: str = "") -> bool:

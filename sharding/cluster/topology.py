@@ -83,12 +83,14 @@ class Topology:
         self._plane: ControlPlane
         self.futures: TopologyFutures
         """What this is asked and told, for those who may not block."""
-        started = threading.Event()
+        started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(started,), name="warren-topology", daemon=True
         )
         self._thread.start()
-        started.wait()
+        if (problem := started.exception()) is not None:
+            self._thread.join()
+            raise problem
 
     def __enter__(self) -> Topology:
         return self
@@ -321,7 +323,7 @@ class Topology:
 
     # The thread
 
-    def _run(self, started: threading.Event) -> None:
+    def _run(self, started: Future[None]) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.call_soon(self._start, started)
         try:
@@ -332,12 +334,20 @@ class Topology:
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 
-    def _start(self, started: threading.Event) -> None:
+    def _start(self, started: Future[None]) -> None:
+        """What fails here, as an option that can't be used, is raised to who makes the topology."""
         has_log = self._fixed is None
-        self._plane = ControlPlane(self._urls, self._view, self.options, self._on_change, has_log)
-        self.futures = TopologyFutures(self._plane, self._loop, self.vhost, has_log)
-        self._plane.start()
-        started.set()
+        try:
+            self._plane = ControlPlane(
+                self._urls, self._view, self.options, self._on_change, has_log
+            )
+            self.futures = TopologyFutures(self._plane, self._loop, self.vhost, has_log)
+            self._plane.start()
+        except BaseException as error:
+            self._loop.stop()
+            started.set_exception(error)
+        else:
+            started.set_result(None)
 
     def _on_change(self, old: State, new: State) -> None:
         self._plane.counts["map_changes"] += 1

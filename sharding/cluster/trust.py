@@ -16,9 +16,11 @@ from sharding.maps.shard_map import Address
 
 class Trust:
     def __init__(self, hosts: Iterable[str], patterns: Iterable[str] = ()) -> None:
+        rule = "must be host names, with * and ? for what differs"
+        if not isinstance(patterns, Iterable):
+            raise InvalidInput("trusted_hosts", rule, patterns)
         patterns = [patterns] if isinstance(patterns, str) else list(patterns)
         if not all(isinstance(each, str) and each for each in patterns):
-            rule = "must be host names, with * and ? for what differs"
             raise InvalidInput("trusted_hosts", rule, patterns)
         self._hosts = {host.lower() for host in hosts}
         self._patterns = [each.lower() for each in patterns]

@@ -77,7 +77,7 @@ def addressed(
     return sent
 
 
-def forwarded(raw: bytes, shard: str) -> pika.BasicProperties:
+def forwarded(raw: bytes, shard: str, frame_max: int = LARGEST_FRAME) -> pika.BasicProperties:
     """The properties of a message that was published without the way to its shard, to the byte.
 
     It was kept because its own copies led nowhere, so they may stay, unless they name a shard; a
@@ -93,7 +93,7 @@ def forwarded(raw: bytes, shard: str) -> pika.BasicProperties:
     keys = b"".join(long_string(write_name(key)) for key in (SHARDS_KEY, shard))
     way = Field(b"BCC", b"A" + struct.pack(">I", len(keys)) + keys)
     sent = given.with_table(given.table + way.encoded).encoded
-    check_room(len(sent), LARGEST_FRAME)
+    check_room(len(sent), frame_max)
     return EncodedProperties(sent)
 
 

@@ -5,7 +5,8 @@ broker kept them, and whoever brings them is an ordinary publisher with confirms
 
 * one at a time: an exclusive consumer is the lock, and who finds it taken waits. Of a process one
   waits, for all who ask meanwhile: many channels may come to know of a map at the same moment;
-* in the order in which they were kept, each to the shard of its key, as it was sent;
+* in the order in which they were kept, each to the shard of its key, as it was sent. Of one key one
+  is on its way: a shard that is full refuses it, and may have room for the next;
 * a message is acknowledged when its shard has it; what no shard takes stays where it is.
 
 A connection that is lost in between may bring some of them a second time.
@@ -124,21 +125,27 @@ async def _bring_all(
     await publishing.publish("", queue, b"", _end(own))
     brought = staying = 0
     at_end = False
+    held: Message | None = None  # until the one of its key that is in the batch has been stored
     while not at_end:
         batch: list[Message] = []
-        message = await arrived.get()
+        keys: set[str] = set()
+        message, held = held or await arrived.get(), None
         while message is not None:
             if _is_end(message, queue):
                 at_end = at_end or message.properties.message_id == own
                 reading.ack(message.delivery_tag)
-            elif (why := _why_it_stays(message, shard_map)) is not None:
+            elif (why := _why_it_stays(message, shard_map, publishing.frame_max)) is not None:
                 logger.warning("a message in %r is not brought: %s", queue, why)
                 staying += 1
                 if staying == _AT_ONCE // 2:  # the broker gives no more than that at a time
                     rule = "must have keys and properties that can be sent again; take them out"
                     raise InvalidInput(f"messages in {queue!r}", rule, f"{staying} that have not")
+            elif message.routing_key in keys:
+                held = message
+                break
             else:
                 batch.append(message)
+                keys.add(message.routing_key)
             if at_end or arrived.empty():
                 break
             message = arrived.get_nowait()
@@ -160,7 +167,7 @@ async def _bring_all(
     return brought
 
 
-def _why_it_stays(message: Message, shard_map: ShardMap) -> str | None:
+def _why_it_stays(message: Message, shard_map: ShardMap, frame_max: int) -> str | None:
     if not is_text(message.routing_key):
         return "its key is not UTF-8"
     copies = (message.properties.headers or {}).get("CC")
@@ -168,7 +175,7 @@ def _why_it_stays(message: Message, shard_map: ShardMap) -> str | None:
     if any(isinstance(key, str) and shard_map.leads_to_shard(key) for key in keys):
         return "its key, or a copy's, is the name of a shard, which would store it too"
     try:
-        forwarded(message.raw, "x" * MAX_NAME_BYTES)
+        forwarded(message.raw, "x" * MAX_NAME_BYTES, frame_max)
     except (InvalidInput, Malformed) as error:
         return str(error)
     return None
@@ -191,7 +198,7 @@ async def _publish(
 
     def publish(message: Message) -> Coroutine[Any, Any, bool]:
         key = message.routing_key
-        sent = forwarded(message.raw, shard_map.shard_of(key).name)
+        sent = forwarded(message.raw, shard_map.shard_of(key).name, channel.frame_max)
         return channel.publish(shard_map.exchange, key, message.body, sent, mandatory=True)
 
     return await asyncio.gather(*map(publish, batch))

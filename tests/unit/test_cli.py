@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +18,7 @@ from sharding import TopologyOptions, Unreachable, UnsupportedFormat, __version_
 from sharding.cli import main as command
 from sharding.cli.maps import UnusableFile
 from sharding.cli.options import app
+from sharding.cluster.provisioner import Ensured
 from tests.support.maps import queue_map
 
 OLD, NEW = queue_map("ab"), queue_map("abc", epoch=2)
@@ -66,6 +70,59 @@ def test_the_time_for_an_answer_is_given_once_for_all_commands(
     each = [(o.connect_timeout, o.answer_timeout, o.management_timeout) for o in asked]
     assert each == [(60.0,) * 3, (5.0,) * 3]
     assert [options.change_timeout for options in asked] == [120.0, 30.0]
+
+
+class FakeTopology:
+    """Three names, of which `a` fails: it can't be ensured, or what is kept can't be brought."""
+
+    def __init__(self, failing: str) -> None:
+        self._failing = failing
+        self.brought: list[str] = []
+        self.state = SimpleNamespace(maps=dict.fromkeys("abc"))
+        self.futures = SimpleNamespace(ensure=self._ensure)
+
+    def _ensure(self, name: str, *, only_sharded: bool) -> Any:
+        if (name, self._failing) == ("a", "ensure"):
+            raise Unreachable("no node of it answers")
+        assert only_sharded
+        return Ensured(replace(OLD, logical=name), kept=5)
+
+    def bring(self, name: str) -> int:
+        if (name, self._failing) == ("a", "bring"):
+            raise Unreachable("no node of it answers")
+        self.brought.append(name)
+        return 5
+
+    def result(self, answer: Any) -> Any:
+        return answer
+
+
+@pytest.fixture
+def one_fails(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeTopology:
+    topology = FakeTopology(request.param)
+    monkeypatch.setattr("sharding.cli.maps.connected", lambda *_: nullcontext(topology))
+    monkeypatch.setattr("sharding.cli.maps.bring_unrouted", lambda _, name: topology.bring(name))
+    return topology
+
+
+@pytest.mark.parametrize("one_fails", ["ensure", "bring"], indirect=True)
+def test_watch_brings_what_is_kept_of_others_when_one_name_fails(
+    one_fails: FakeTopology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: float) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sharding.cli.maps.time.sleep", interrupt)
+    result = CliRunner().invoke(app, ["shards", "watch"])
+    assert one_fails.brought == ["b", "c"]
+    assert result.stderr.startswith("warren: a: no node of it answers; trying again\n")
+
+
+@pytest.mark.parametrize("one_fails", ["ensure", "bring"], indirect=True)
+def test_ensure_of_all_handles_the_others_when_one_name_fails(one_fails: FakeTopology) -> None:
+    result = CliRunner().invoke(app, ["shards", "ensure"])
+    assert one_fails.brought == ["b", "c"]
+    assert (result.exit_code, result.stderr) == (1, "warren: a: no node of it answers\n")
 
 
 def test_explain_tells_slot_shard_node_and_epoch_of_every_key(old_file: Path) -> None:

@@ -1,10 +1,15 @@
-"""URLs are checked before anything is started, and no error shows what may be a password."""
+"""URLs and options are checked when a topology is made; no error shows what may be a password."""
 
 from __future__ import annotations
+
+import threading
+from typing import Any
 
 import pytest
 
 from sharding import InvalidInput, Topology
+from sharding.cluster.topology import TopologyOptions
+from tests.cluster.waiting import PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -41,3 +46,21 @@ def test_urls_that_lead_to_different_maps_are_refused(other: str, differs: str) 
 def test_no_url_is_refused() -> None:
     with pytest.raises(InvalidInput, match="urls: must name one broker"):
         Topology()
+
+
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"trusted_hosts": [""]}, InvalidInput),
+        ({"trusted_hosts": 5}, InvalidInput),
+        ({"probe_interval": "often"}, TypeError),
+    ],
+)
+def test_what_fails_when_the_control_plane_starts_reaches_who_made_the_topology(
+    options: dict[str, Any], problem: type[Exception]
+) -> None:
+    before = threading.active_count()
+    with pytest.raises(problem):
+        Topology("amqp://127.0.0.1:1/", options=TopologyOptions(**options))
+    assert threading.active_count() == before
