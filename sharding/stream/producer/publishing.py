@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from sharding.errors import LocalError, WarrenError
 from sharding.stream.connections.attachments import PublisherHandler
-from sharding.stream.errors import NoAnswerInTime
+from sharding.stream.errors import NoAnswerInTime, PublishersBlocked, StreamRefused
 from sharding.stream.producer.outbox import Batch
 from sharding.stream.protocol.commands import (
     DeclarePublisher,
     DeletePublisher,
     QueryPublisherSequence,
 )
-from sharding.stream.protocol.constants import Broker, Key
+from sharding.stream.protocol.constants import Broker, Code, Key
 
 if TYPE_CHECKING:
     from sharding.stream.connections.connection import StreamClient
@@ -104,10 +104,31 @@ class Publishing:
             self._client.send(header, entries, timeout=timeout)
 
     def declare(self, name: str | None, stream: str, deadline: Deadline) -> None:
-        self._client.call(DeclarePublisher(self._publisher_id, name, stream), deadline())
+        try:
+            self._client.call(DeclarePublisher(self._publisher_id, name, stream), deadline())
+        except StreamRefused as error:
+            if error.code == Code.PRECONDITION_FAILED and (
+                name is None or not self._takes_unnamed(stream, deadline)
+            ):
+                raise PublishersBlocked(error.command, error.code, stream) from error
+            raise
         if name is not None:
             answer = self._client.call(QueryPublisherSequence(name, stream), deadline())
             self.last_id = answer.publishing_id
+
+    def _takes_unnamed(self, stream: str, deadline: Deadline) -> bool:
+        """Whether the connection takes a publisher of the same id without a name.
+
+        A broker has one code for an alarm and for a name that the connection has on the stream
+        already (rabbit_stream_reader, 4.0.5). The third cause, an id in use, does not last: each
+        try has another id.
+        """
+        try:
+            self._client.call(DeclarePublisher(self._publisher_id, None, stream), deadline())
+        except StreamRefused as error:
+            return error.code != Code.PRECONDITION_FAILED
+        self._client.call(DeletePublisher(self._publisher_id), deadline())
+        return True
 
     def end(self, timeout: float) -> None:
         """Take the publisher off its connection.

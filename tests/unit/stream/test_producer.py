@@ -24,6 +24,8 @@ from sharding.stream.errors import (
     NoAnswerInTime,
     Overloaded,
     StreamNotFound,
+    StreamRefused,
+    StreamUnavailable,
     refusal,
 )
 from sharding.stream.messages.codecs import Compression
@@ -73,19 +75,33 @@ class FakeClient:
         if self.world.silent > 0:
             self.world.silent -= 1
             raise NoAnswerInTime("silent")
+        if self.world.alarm and self.declared:  # it is not read
+            raise NoAnswerInTime("silent")
         match request:
             case DeclarePublisher():
-                self.declared[request.publisher_id] = request
+                self.declare(request)
             case QueryPublisherSequence(reference=name, stream=stream):
                 return SequenceAnswer(Code.OK, self.world.sequence(name, stream))
             case DeletePublisher(publisher_id=number):
                 self.declared.pop(number)
         return Answer(Code.OK)
 
+    def declare(self, request: DeclarePublisher) -> None:
+        """As rabbit_stream_reader does: it has one code for all three."""
+        has_name = request.reference is not None and any(
+            (each.reference, each.stream) == (request.reference, request.stream)
+            for each in self.declared.values()
+        )
+        if self.world.alarm or request.publisher_id in self.declared or has_name:
+            raise refusal("DeclarePublisher", Code.PRECONDITION_FAILED, request.stream)
+        self.declared[request.publisher_id] = request
+
     def send(self, *buffers: bytes, timeout: float | None = None) -> None:
         assert timeout is not None
         if self.closed:
             raise ConnectionLost("closed")
+        if self.world.alarm:
+            return  # it lies in the socket
         if self.world.gate is not None:
             assert self.world.gate.wait(PATIENCE)
         frame = b"".join(buffers)
@@ -149,6 +165,8 @@ class World:
     always: Exception | None = None
     silent: int = 0
     """So many requests get no answer."""
+    alarm: bool = False
+    """A disk alarm: connections with publishers are not read, and new publishers refused."""
 
     def sequence(self, name: str, stream: str) -> int:
         return self.last_ids.get((name, stream), 0)
@@ -185,7 +203,7 @@ class World:
             )
         client = self.clients[-1]
         number = client.next_id
-        client.next_id += 1
+        client.next_id = (number + 1) % 256
         client.handlers[number] = handler, stream
         return cast(StreamClient, client), number
 
@@ -729,6 +747,77 @@ def test_a_partition_that_never_confirms_again_fails_in_the_end(
         producer.send(b"y")
     later.run()
     assert world.clients[0].declared == {}
+
+
+@pytest.mark.parametrize("name", ["p", None])
+def test_an_alarm_of_any_length_ends_no_producer(
+    make: Make,
+    world: World,
+    later: HandRecovery,
+    caplog: pytest.LogCaptureFixture,
+    name: str | None,
+) -> None:
+    producer = make(name=name, linger=0, max_unconfirmed=3, later=later)
+    world.alarm = True
+    producer.send(b"on its way")
+    later.run(900)
+    assert producer.flush(0).unknown == (name is None)
+    with pytest.raises(Overloaded):  # noqa: PT012
+        for _ in range(4):
+            producer.send(b"kept", timeout=0)
+    later.run(900)
+    told = [each for each in caplog.records if "alarm" in each.message]
+    assert [each.levelname for each in told] == ["WARNING"]
+    world.alarm = False
+    later.run(5)
+    assert producer.flush(0).stored == 3
+    assert len(world.bodies()) == 3
+
+
+def test_what_stands_in_the_way_after_an_alarm_has_the_whole_time_and_no_more(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    producer = make(name="p", linger=0, recovery_timeout=20, later=later)
+    world.alarm = True
+    producer.send(b"x")
+    later.run(600)
+    world.always = ConnectionLost("down")
+    later.run(17)
+    producer.send(b"y")
+    later.run(20)
+    with pytest.raises(ConnectionLost):
+        producer.send(b"z")
+
+
+def test_a_name_that_another_producer_has_is_no_alarm(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    """The broker has one code for both; only an alarm is waited for without an end."""
+    producer = make(name="p", linger=0, recovery_timeout=20, later=later)
+    world.lose()
+    make(name="p")
+    with pytest.raises(StreamRefused) as refused:
+        make(name="p")
+    assert not is_retryable(refused.value)
+    later.run(20)
+    with pytest.raises(StreamRefused, match="precondition failed"):
+        producer.send(b"x")
+    assert [each.reference for each in world.clients[-1].declared.values()] == ["p"]
+
+
+@pytest.mark.parametrize("name", ["p", None])
+def test_a_producer_that_is_made_under_an_alarm_says_so_and_may_be_made_again(
+    make: Make, world: World, name: str | None
+) -> None:
+    world.alarm = True
+    with pytest.raises(StreamUnavailable, match="alarm") as refused:
+        make(name=name)
+    assert is_retryable(refused.value)
+    assert world.clients[-1].handlers == {}
+    world.alarm = False
+    producer = make(name=name)
+    producer.send(b"x")
+    assert producer.flush(PATIENCE).stored == 1
 
 
 def test_a_publisher_that_is_lost_again_and_again_is_not_opened_in_a_tight_loop(
