@@ -194,13 +194,14 @@ class Consumer:
                 raise InvalidInput("stream", "must be named to store a given offset", stream)
             lane = self._subscriptions[stream or self.streams[0]].lane
             reached = Reached(offset, lane.tenure)
+            wanted = {lane.stream: reached}
             if self._options.single_active and self._progress.is_behind(lane.stream, reached):
-                return  # others may have begun after a later one: it does not go back
-            lost = self._store_surely({lane.stream: reached}, deadline)
+                # Others may have begun after the later one: it does not go back.
+                wanted = self._progress.unsure(lane.stream)
         else:
             known = self._progress.unstored(in_hand=True)
             wanted = known if stream is None else {s: o for s, o in known.items() if s == stream}
-            lost = self._store_surely(wanted, deadline)
+        lost = self._store_surely(wanted, deadline)
         if lost:
             for each in lost:
                 self._progress.forget(each)
@@ -330,13 +331,13 @@ class Consumer:
             return
         outside, self._inside = self._inside, threading.get_ident()
         try:
-            for stream, reached in self._progress.unstored().items():
+            for stream, reached in self._progress.unsent().items():
                 # What fails now is due again with the next messages.
                 with suppress(WarrenError), self._storing:
                     client = self._subscriptions[stream].connection(now)
                     if self._is_turn(stream, reached):
                         store_offset(client, str(self._options.name), stream, reached.offset)
-                        self._progress.stored(stream, reached)
+                        self._progress.sent(stream, reached)
             self._progress.restart(now)
         finally:
             self._inside = outside

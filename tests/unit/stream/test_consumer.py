@@ -523,6 +523,29 @@ def test_what_is_in_hand_counts_for_who_says_so_and_is_not_taken_back_at_close()
     assert cluster.stream.stored == {"joe": 3}
 
 
+@pytest.mark.parametrize("way", ["close", "store_offset"])
+def test_offset_that_was_only_sent_is_made_sure_of(way: str) -> None:
+    """It has no answer, and the broker drops it while the stream's leader is away."""
+    cluster = FakeCluster(2)
+    consumer = consumer_of(cluster, name="joe", store_every_messages=2)
+    cluster.stream.loses_offsets = True
+    assert offsets(consumer) == [0, 1]
+    cluster.stream.loses_offsets = False
+    assert cluster.stream.stored == {}
+    getattr(consumer, way)()
+    assert cluster.stream.stored == {"joe": 1}
+
+
+def test_offset_that_is_known_to_be_stored_is_not_stored_again_at_close() -> None:
+    cluster = FakeCluster(5)
+    consumer = consumer_of(cluster, name="joe", store_every_messages=2)
+    offsets(consumer, 3)
+    consumer.store_offset()
+    cluster.stream.stored.clear()
+    consumer.close()
+    assert cluster.stream.stored == {}
+
+
 def test_turn_that_ends_at_the_last_message_of_a_chunk_is_not_gone_on_with() -> None:
     cluster = FakeCluster(2, 3)
     consumer = consumer_of(cluster, name="joe", single_active=True, store_every_messages=100)
@@ -643,6 +666,14 @@ class TestParts:
         assert list(offsets_of(getattr(going_on, of)(timeout=0))) == [4]
 
 
+def lose_what_is_sent(cluster: FakeCluster, consumer: Consumer) -> None:
+    """Deal with two messages, whose offset the consumer stores by itself while nobody keeps it."""
+    cluster.stream.loses_offsets = True
+    assert offsets(consumer, 3) == [0, 1, 2]
+    cluster.stream.loses_offsets = False
+    assert cluster.stream.stored == {}
+
+
 class TestSingleActive:
     def consumer(self, cluster: FakeCluster, **options: Any) -> Consumer:
         return consumer_of(cluster, name="joe", single_active=True, **options)
@@ -720,6 +751,25 @@ class TestSingleActive:
                 consumer.store_offset(*given)
         consumer.store_offset()  # there is nothing of its own any more
         assert cluster.stream.stored == {}
+
+    def test_offset_that_was_only_sent_is_made_sure_of_before_the_turn_ends(self) -> None:
+        cluster = FakeCluster(5)
+        consumer = self.consumer(cluster, store_every_messages=2)
+        cluster.client.make_active(0, True)
+        cluster.run()
+        lose_what_is_sent(cluster, consumer)
+        cluster.client.make_active(0, False)
+        cluster.run()
+        assert cluster.stream.stored == {"joe": 1}
+
+    def test_offset_before_one_that_was_only_sent_makes_sure_of_that(self) -> None:
+        cluster = FakeCluster(5)
+        consumer = self.consumer(cluster, store_every_messages=2)
+        cluster.client.make_active(0, True)
+        cluster.run()
+        lose_what_is_sent(cluster, consumer)
+        consumer.store_offset("s", 0)
+        assert cluster.stream.stored == {"joe": 1}
 
     def test_offset_of_a_turn_does_not_go_back(self) -> None:
         cluster = FakeCluster(5, 5)
