@@ -6,16 +6,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from sharding.errors import LocalError, WarrenError
+from sharding.stream.connections.access import Later
 from sharding.stream.connections.attachments import PublisherHandler
 from sharding.stream.errors import NoAnswerInTime, PublishersBlocked, StreamRefused
 from sharding.stream.producer.outbox import Batch
+from sharding.stream.protocol.answers import Answer
 from sharding.stream.protocol.commands import (
     DeclarePublisher,
     DeletePublisher,
     QueryPublisherSequence,
+    Request,
 )
 from sharding.stream.protocol.constants import Broker, Code, Key
 
@@ -27,6 +30,8 @@ logger = logging.getLogger("warren.stream.producer")
 # A broker stops reading a connection for good when too many of its messages were lost with their
 # leaders: their credits never come back (seen on 4.0.5). One that is silent so long is replaced.
 _ANSWER_TIMEOUT = 10.0
+
+A = TypeVar("A", bound=Answer)
 
 Deadline = Callable[[], float]
 """How many seconds are left."""
@@ -88,10 +93,14 @@ class Publishing:
         publisher_id: int,
         attachment: Attachment,
         connections: Connections,
+        later: Later,
     ) -> None:
         self._client = client
         self._publisher_id = publisher_id
         self._connections = connections
+        self._later = later
+        self.is_silent = False
+        """Whether the broker left a request without an answer for the whole `_ANSWER_TIMEOUT`."""
         self.attachment = attachment
         self.last_id = 0
         """The last publishing id in the stream under the producer's name; 0 for none."""
@@ -105,7 +114,7 @@ class Publishing:
 
     def declare(self, name: str | None, stream: str, deadline: Deadline) -> None:
         try:
-            self._client.call(DeclarePublisher(self._publisher_id, name, stream), deadline())
+            self._ask(DeclarePublisher(self._publisher_id, name, stream), deadline())
         except StreamRefused as error:
             if error.code == Code.PRECONDITION_FAILED and (
                 name is None or not self._takes_unnamed(stream, deadline)
@@ -113,7 +122,7 @@ class Publishing:
                 raise PublishersBlocked(error.command, error.code, stream) from error
             raise
         if name is not None:
-            answer = self._client.call(QueryPublisherSequence(name, stream), deadline())
+            answer = self._ask(QueryPublisherSequence(name, stream), deadline())
             self.last_id = answer.publishing_id
 
     def _takes_unnamed(self, stream: str, deadline: Deadline) -> bool:
@@ -124,26 +133,44 @@ class Publishing:
         try has another id.
         """
         try:
-            self._client.call(DeclarePublisher(self._publisher_id, None, stream), deadline())
+            self._ask(DeclarePublisher(self._publisher_id, None, stream), deadline())
         except StreamRefused as error:
             return error.code != Code.PRECONDITION_FAILED
-        self._client.call(DeletePublisher(self._publisher_id), deadline())
+        self._ask(DeletePublisher(self._publisher_id), deadline())
         return True
 
-    def end(self, timeout: float) -> None:
-        """Take the publisher off its connection.
-
-        A broker that does not answer is not trusted with further requests: the connection is
-        closed. It would refuse the same name as long as the publisher is declared.
-        """
+    def end(self, timeout: float = _ANSWER_TIMEOUT) -> None:
+        """Take the publisher off its connection. Who has no time lets others do that."""
         if not self.attachment.is_lost:
             try:
-                self._client.call(DeletePublisher(self._publisher_id), timeout)
+                self._ask(DeletePublisher(self._publisher_id), timeout)
             except NoAnswerInTime:
-                self._client.close(timeout=1)
+                self.unanswered()
+                return
             except WarrenError as error:
                 logger.debug("a publisher was not deleted in order: %s", error)
         self.leave()
+
+    def unanswered(self) -> None:
+        """What to do with a publisher of which nobody knows whether the broker still has it.
+
+        A broker that is silent is not trusted with further requests: the connection is closed, with
+        all publishers that share it. That one caller had little time is no reason for that: then
+        the publisher stays attached, and a thread that has the time ends it.
+        """
+        if not self.is_silent and not self._later.schedule(0, self.end).cancelled:
+            return
+        self._client.close(timeout=1)
+        self.leave()
+
+    def _ask(self, request: Request[A], timeout: float) -> A:
+        try:
+            if timeout <= 0:
+                raise NoAnswerInTime(f"no time was left for {request.name}")
+            return self._client.call(request, timeout)
+        except NoAnswerInTime:
+            self.is_silent = timeout >= _ANSWER_TIMEOUT
+            raise
 
     def leave(self) -> None:
         """Give the id back, unless the connection has taken it away already."""
@@ -161,12 +188,14 @@ class Publishers:
         connections: Connections,
         *,
         name: str | None,
+        later: Later,
         filtering: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._leaders = leaders
         self._connections = connections
         self._name = name
+        self._later = later
         self._filtering = filtering
         self._clock = clock
 
@@ -186,14 +215,13 @@ class Publishers:
             leader = self._leaders.leader(stream, min(left(), election))
             attachment = Attachment(listener)
             client, number = self._connections.publisher(leader, stream, attachment, deadline)
-            publishing = Publishing(client, number, attachment, self._connections)
+            publishing = Publishing(client, number, attachment, self._connections, self._later)
             try:
                 self._check_filtering(client)
                 publishing.declare(self._name, stream, lambda: min(left(), _ANSWER_TIMEOUT))
             except NoAnswerInTime:
-                client.close(timeout=1)
-                publishing.leave()
-                if self._clock() >= deadline:
+                publishing.unanswered()
+                if not publishing.is_silent or self._clock() >= deadline:
                     raise
                 return self.open(stream, listener, deadline, election=election)
             except BaseException:

@@ -29,7 +29,6 @@ _TRY_TIMEOUT = 15.0  # for one try to open a publisher
 _ELECTION = 1.0
 """A stream that has no leader for longer is tried again: while it is waited for, nobody else on
 these few threads is."""
-_END_TIMEOUT = 5.0
 STEADY = 10.0
 """A publisher that stood for so many seconds with nothing to be confirmed works."""
 
@@ -105,7 +104,7 @@ class Reconnecting:
 
     def _try(self, reason: Exception, left_over: Publishing | None = None) -> None:
         if left_over is not None:
-            left_over.end(_END_TIMEOUT)
+            left_over.end()
         outage = self.outage
         if outage is None or not self.is_wanted():
             return
@@ -129,7 +128,7 @@ class Reconnecting:
                 self._schedule(pause, partial(self._try, error))
             return
         if not self.opened(publishing):
-            publishing.end(_END_TIMEOUT)
+            publishing.end()
 
 
 _BACKOFF = Backoff(first=0.1, longest=2.0)

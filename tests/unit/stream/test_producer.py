@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, cast
 
 import pytest
@@ -77,13 +78,24 @@ class FakeClient:
             raise NoAnswerInTime("silent")
         if self.world.alarm and self.declared:  # it is not read
             raise NoAnswerInTime("silent")
+        patience = inf if timeout is None else timeout
+        self.world.pass_by(min(patience, self.world.slow))
+        try:
+            answer = self.carry_out(request)
+        finally:
+            if patience < self.world.slow:
+                raise NoAnswerInTime("slow")
+        return answer
+
+    def carry_out(self, request: Request[Answer]) -> Answer:
         match request:
             case DeclarePublisher():
                 self.declare(request)
             case QueryPublisherSequence(reference=name, stream=stream):
                 return SequenceAnswer(Code.OK, self.world.sequence(name, stream))
             case DeletePublisher(publisher_id=number):
-                self.declared.pop(number)
+                if self.declared.pop(number, None) is None:
+                    raise refusal("DeletePublisher", Code.NO_SUCH_PUBLISHER)
         return Answer(Code.OK)
 
     def declare(self, request: DeclarePublisher) -> None:
@@ -165,8 +177,15 @@ class World:
     always: Exception | None = None
     silent: int = 0
     """So many requests get no answer."""
+    slow: float = 0.0
+    """After so many seconds requests are answered, by the clock of `later`."""
+    later: HandRecovery | None = None
     alarm: bool = False
     """A disk alarm: connections with publishers are not read, and new publishers refused."""
+
+    def pass_by(self, seconds: float) -> None:
+        if self.later is not None:
+            self.later.now += seconds
 
     def sequence(self, name: str, stream: str) -> int:
         return self.last_ids.get((name, stream), 0)
@@ -234,6 +253,7 @@ def make(world: World) -> Iterator[Make]:
     ) -> Producer:
         """Where `later` is given, nothing happens by time but what it runs."""
         # An entry for each message, unless a test asks for more: most look at single messages.
+        world.later = later
         chosen = ProducerOptions(**{"linger": 0.001, "sub_entry_messages": 0, **options})
         producer = Producer(
             streams or ("s",),
@@ -646,6 +666,65 @@ def test_a_connection_that_does_not_answer_is_replaced(make: Make, world: World)
     assert [client.closed for client in world.clients] == [True, False]
     producer.send(b"x")
     assert producer.flush(PATIENCE).stored == 1
+
+
+def test_an_impatient_close_leaves_the_connection_to_the_others(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    patient = make("a", linger=0, later=later)
+    impatient = make("b", later=later)
+    world.slow = 5
+    impatient.close(timeout=1)
+    assert len(world.clients[0].handlers) == 2, "the id is nobody else's before there is an answer"
+    later.run(60)
+    assert [each.stream for each in world.clients[0].declared.values()] == ["a"]
+    assert len(world.clients[0].handlers) == 1
+    patient.send(b"x")
+    later.run()
+    assert patient.flush(0).stored == 1
+    assert patient.counters["recoveries"] == 0
+
+
+def test_a_close_that_is_never_answered_ends_the_connection(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    producer = make(later=later)
+    world.slow = inf
+    producer.close(timeout=1)
+    assert not world.clients[0].closed
+    later.run(60)
+    assert world.clients[0].closed
+
+
+def test_a_close_waits_its_time_once_and_not_for_each_partition(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    producer = make(*(f"s-{number}" for number in range(50)), later=later)
+    world.slow = 5
+    producer.close(timeout=2)
+    assert later.now < 3
+    told = [call for call in world.calls if isinstance(call, DeletePublisher)]
+    assert len(told) == 50, "who makes a producer of the name next is read after these"
+    assert len(world.clients[0].handlers) == 50
+    world.slow = 0
+    later.run(60)
+    assert not world.clients[0].handlers
+    assert not world.clients[0].declared
+    assert not world.clients[0].closed
+
+
+@pytest.mark.parametrize("name", ["p", None])
+def test_an_impatient_producer_leaves_the_connection_to_the_others(
+    make: Make, world: World, later: HandRecovery, name: str | None
+) -> None:
+    patient = make("a", later=later)
+    world.slow = 5
+    with pytest.raises(NoAnswerInTime):
+        make("b", name=name, open_timeout=1, later=later)
+    later.run(60)
+    assert [each.stream for each in world.clients[0].declared.values()] == ["a"]
+    assert len(world.clients[0].handlers) == 1
+    assert patient.counters["recoveries"] == 0
 
 
 def test_odd_answers_during_a_recovery_are_tried_again(make: Make, world: World) -> None:
