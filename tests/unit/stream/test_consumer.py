@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count, islice
@@ -31,8 +31,10 @@ from sharding.stream.errors import (
 from sharding.stream.messages.codecs import Compression
 from sharding.stream.messages.message import encode_data
 from sharding.stream.options import ConsumerOptions, offset_spec
+from sharding.stream.protocol.answers import Answer
 from sharding.stream.protocol.commands import Subscribe
 from sharding.stream.protocol.constants import Code, Limits, OffsetSpec
+from tests.cluster.waiting import PATIENCE
 from tests.support.chunks import SubBatch, chunk
 from tests.support.fake_streams import A, FakeClient, FakeCluster, chunk_of
 
@@ -572,6 +574,66 @@ def test_message_that_the_application_failed_at_is_not_stored() -> None:
     with pytest.raises(ZeroDivisionError):
         application()
     assert cluster.stream.stored == {"joe": 3}
+
+
+class TestSignals:
+    """A handler runs on the thread that it interrupts, whose locks it can never wait for."""
+
+    def cluster(self, ring: Callable[[object], object]) -> FakeCluster:
+        """All consumers share a connection, whose lock is held while `ring` is called."""
+        lock, holders = threading.Lock(), set[int]()
+
+        def share(client: FakeClient) -> None:
+            call = client.call
+
+            def locked_call(request: Any, timeout: float | None = None) -> Answer:
+                me = threading.get_ident()
+                assert me not in holders, "the handler waits for what it interrupted"
+                with lock:
+                    holders.add(me)
+                    try:
+                        ring(request)
+                        return call(request, timeout)
+                    finally:
+                        holders.remove(me)
+
+            client.call = locked_call  # type: ignore[method-assign]
+
+        cluster = FakeCluster(5)
+        cluster.on_connect = share
+        return cluster
+
+    @pytest.mark.parametrize(
+        ("interrupted", "closed"),
+        [
+            ("store_offset", "itself"),
+            ("store_offset", "another one"),
+            ("close", "itself"),
+            ("close", "another one"),
+            ("made", "another one"),
+        ],
+    )
+    def test_handler_may_close_a_consumer_whatever_it_interrupts(
+        self, interrupted: str, closed: str
+    ) -> None:
+        to_close: list[Consumer] = []
+
+        def ring(_: object) -> None:
+            if to_close:
+                to_close.pop().close(PATIENCE)
+
+        cluster = self.cluster(ring)
+        one = consumer_of(cluster, name="joe", store_every_messages=100)
+        other = consumer_of(cluster, name="jim", store_every_messages=100)
+        for each in (one, other):
+            assert offsets(each, 3) == [0, 1, 2]
+        told = one if closed == "itself" else other
+        to_close.append(told)
+        if interrupted == "made":
+            consumer_of(cluster, name="jack")
+        else:
+            getattr(one, interrupted)()
+        assert told._ended.wait(PATIENCE)
 
 
 class TestParts:
