@@ -99,6 +99,7 @@ class Publishing:
         self._publisher_id = publisher_id
         self._connections = connections
         self._later = later
+        self._may_be_declared = False
         self.is_silent = False
         """Whether the broker left a request without an answer for the whole `_ANSWER_TIMEOUT`."""
         self.attachment = attachment
@@ -113,11 +114,12 @@ class Publishing:
             self._client.send(header, entries, timeout=timeout)
 
     def declare(self, name: str | None, stream: str, deadline: Deadline) -> None:
+        """Who fails at this ends the publisher: the broker may have it already."""
         try:
-            self._ask(DeclarePublisher(self._publisher_id, name, stream), deadline())
+            self._declare(name, stream, deadline())
         except StreamRefused as error:
             if error.code == Code.PRECONDITION_FAILED and (
-                name is None or not self._takes_unnamed(stream, deadline)
+                name is None or not self._takes_unnamed(stream, deadline())
             ):
                 raise PublishersBlocked(error.command, error.code, stream) from error
             raise
@@ -125,7 +127,7 @@ class Publishing:
             answer = self._ask(QueryPublisherSequence(name, stream), deadline())
             self.last_id = answer.publishing_id
 
-    def _takes_unnamed(self, stream: str, deadline: Deadline) -> bool:
+    def _takes_unnamed(self, stream: str, timeout: float) -> bool:
         """Whether the connection takes a publisher of the same id without a name.
 
         A broker has one code for an alarm and for a name that the connection has on the stream
@@ -133,15 +135,22 @@ class Publishing:
         try has another id.
         """
         try:
-            self._ask(DeclarePublisher(self._publisher_id, None, stream), deadline())
+            self._declare(None, stream, timeout)
         except StreamRefused as error:
             return error.code != Code.PRECONDITION_FAILED
-        self._ask(DeletePublisher(self._publisher_id), deadline())
         return True
+
+    def _declare(self, name: str | None, stream: str, timeout: float) -> None:
+        self._may_be_declared = True
+        try:
+            self._ask(DeclarePublisher(self._publisher_id, name, stream), timeout)
+        except StreamRefused:
+            self._may_be_declared = False
+            raise
 
     def end(self, timeout: float = _ANSWER_TIMEOUT) -> None:
         """Take the publisher off its connection. Who has no time lets others do that."""
-        if not self.attachment.is_lost:
+        if self._may_be_declared and not self.attachment.is_lost:
             try:
                 self._ask(DeletePublisher(self._publisher_id), timeout)
             except NoAnswerInTime:
@@ -224,8 +233,11 @@ class Publishers:
                 if not publishing.is_silent or self._clock() >= deadline:
                     raise
                 return self.open(stream, listener, deadline, election=election)
-            except BaseException:
-                publishing.leave()
+            except WarrenError:
+                publishing.end(min(left(), _ANSWER_TIMEOUT))
+                raise
+            except BaseException:  # who is interrupted does not wait for answers
+                publishing.end(0)
                 raise
         except WarrenError as error:
             self.suspect(stream, error)

@@ -20,6 +20,7 @@ from sharding.stream.connections.attachments import PublisherHandler
 from sharding.stream.connections.background import Recovery
 from sharding.stream.connections.connection import StreamClient
 from sharding.stream.errors import (
+    AccessRefused,
     AuthenticationFailed,
     ConnectionLost,
     NoAnswerInTime,
@@ -92,6 +93,8 @@ class FakeClient:
             case DeclarePublisher():
                 self.declare(request)
             case QueryPublisherSequence(reference=name, stream=stream):
+                if self.world.fails_to_ask is not None:
+                    raise self.world.fails_to_ask
                 return SequenceAnswer(Code.OK, self.world.sequence(name, stream))
             case DeletePublisher(publisher_id=number):
                 if self.declared.pop(number, None) is None:
@@ -177,6 +180,8 @@ class World:
     always: Exception | None = None
     silent: int = 0
     """So many requests get no answer."""
+    fails_to_ask: BaseException | None = None
+    """What becomes of the question for the last publishing id."""
     slow: float = 0.0
     """After so many seconds requests are answered, by the clock of `later`."""
     later: HandRecovery | None = None
@@ -973,6 +978,34 @@ def test_a_named_producer_goes_on_after_the_last_id_of_each_partition(
     assert producer.last_publishing_ids == {"s-0": 44, "s-1": 8}
     producer.flush(PATIENCE)
     assert world.last_ids == {("p", "s-0"): 44, ("p", "s-1"): 8}
+
+
+def test_a_name_whose_last_id_may_not_be_read_is_refused_for_that_each_time(
+    make: Make, world: World
+) -> None:
+    """The publisher was left declared, and the next try was told that the name is taken."""
+    other = make("a")
+    world.fails_to_ask = refusal("QueryPublisherSequence", Code.ACCESS_REFUSED, "s")
+    for _ in range(2):
+        with pytest.raises(AccessRefused, match="read it too"):
+            make(name="p")
+    (client,) = world.clients
+    assert [each.stream for each in client.declared.values()] == ["a"]
+    assert len(client.handlers) == 1
+    other.send(b"x")
+    assert other.flush(PATIENCE).stored == 1
+
+
+def test_a_producer_whose_making_is_interrupted_leaves_nothing_behind(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    world.fails_to_ask = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        make(name="p", later=later)
+    later.run()
+    assert not world.clients[0].declared
+    assert not world.clients[0].handlers
+    assert not world.clients[0].closed
 
 
 def test_explicit_ids_must_rise(make: Make, world: World) -> None:
