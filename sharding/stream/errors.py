@@ -65,6 +65,13 @@ class StreamUnavailable(StreamRefused, ShardUnavailable):
     """The stream exists, but can't be used now or through this node."""
 
 
+class PublishersBlocked(StreamUnavailable):
+    """The node takes no publishers now, whatever their name, as under a disk alarm."""
+
+    def _advice(self) -> str:
+        return "; the node takes no publishers at all now, as while a disk alarm is on: make room"
+
+
 class AuthenticationFailed(StreamRefused):
     """User, password or mechanism are not accepted."""
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 import pytest
 
 from sharding.stream import Consumer, StreamEnvironment
+from sharding.stream.consumer.consumer import _at_work
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
@@ -116,7 +117,7 @@ def test_signal_handler_may_close_what_waits_for_messages(
     main = threading.get_ident()
 
     def ring() -> None:
-        wait_until(lambda: consumer._inside == main and consumer.positions == {stream: COUNT})
+        wait_until(lambda: main in _at_work and consumer.positions == {stream: COUNT})
         signal.pthread_kill(main, signal.SIGTERM)
 
     ringing = threading.Thread(target=ring)
@@ -133,6 +134,7 @@ def test_signal_handler_may_close_what_waits_for_messages(
 LEFT_OPEN = """
 import sys
 from sharding.stream import StreamEnvironment
+from sharding.stream.consumer.consumer import _at_work
 environment = StreamEnvironment(sys.argv[1])
 consumer = environment.consumer(sys.argv[2], offset="first", name="left", store_every_messages=1000)
 for message in consumer.messages(60):

@@ -17,6 +17,7 @@ from sharding.stream import (
     Producer,
     ProducerOptions,
     Properties,
+    PublishersBlocked,
     StreamEnvironment,
     StreamNotFound,
     Unroutable,
@@ -297,6 +298,36 @@ def test_many_threads_may_use_one_producer(environment: StreamEnvironment) -> No
             for number in range(4):
                 mine = [int(n) for t, n in map(bytes.split, bodies) if int(t) == number]
                 assert mine == sorted(set(mine))
+
+
+def test_a_producer_outlives_a_disk_alarm_of_any_length(harmed: Cluster) -> None:
+    options = ProducerOptions(name="p", confirm_timeout=1, recovery_timeout=15)
+    with environment_of(harmed, **patient.STREAMS) as environment, stream_in(environment) as stream:
+        # At another node new connections are not told of an alarm that is on already (4.0.5).
+        node = leader_node(harmed, environment, stream)
+        producer = environment.producer(stream, options)
+        producer.send(b"before")
+        assert producer.flush(PATIENCE).stored == 1
+        reconnecting = producer._writers[0].reconnecting
+        node.driver.ctl("set_disk_free_limit", "1000000GB")
+        try:
+
+            def has_waited_longer_than_its_time() -> bool:
+                producer.send(b"into the alarm")
+                outage = reconnecting.outage
+                waited = 0.0 if outage is None else outage.deadline - outage.since
+                return waited > 2 * options.recovery_timeout
+
+            wait_until(has_waited_longer_than_its_time, 2 * PATIENCE)
+            with pytest.raises(PublishersBlocked, match="disk alarm"):
+                environment.producer(stream, open_timeout=PATIENCE)
+            producer.send(b"last")
+        finally:
+            node.driver.ctl("set_disk_free_limit", "50MB")
+        report = producer.close(PATIENCE)
+        assert report.all_stored
+        found = stored(environment, stream, report.stored + 1)
+    assert found == [b"before", *[b"into the alarm"] * (report.stored - 1), b"last"]
 
 
 LEFT_OPEN = """

@@ -46,6 +46,8 @@ class FakeStream:
     chunks: list[tuple[int, list[bytes]]] = field(default_factory=list)
     next_offset: int = 0
     stored: dict[str, int] = field(default_factory=dict)
+    loses_offsets: bool = False
+    """The leader is away: what is sent to be stored is lost, and nobody is told."""
     begins_at: int = 0
     watchers: list[FakeClient] = field(default_factory=list)
 
@@ -164,6 +166,8 @@ class FakeClient:
             assert key == Key.STORE_OFFSET
             length = int.from_bytes(frame[8:10], "big")
             name = frame[10 : 10 + length].decode()
+            if self.stream.loses_offsets:
+                return
             self.stream.stored[name] = int.from_bytes(frame[-8:], "big")
 
     def _subscribe(self, request: Subscribe) -> Answer:

@@ -5,7 +5,8 @@ and makes batches or messages of them. Nothing here runs unless the application 
 it is never more than `credits` chunks per partition behind what this process holds.
 
 One thread at a time may iterate. `close()` may be called from any other, and from a signal handler,
-and ends the iteration.
+and ends the iteration. A handler that interrupted the work of a consumer, this one or one that may
+share its connection, can't wait for the locks that its own thread holds: another thread closes.
 
 Offsets that are stored by themselves: what is in the application's hands counts as dealt with when
 it comes back for more, and never else. Of a single active consumer only who has the turn stores.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,21 @@ logger = logging.getLogger("warren.stream.consumer")
 
 CLOSE_TIMEOUT = 10.0
 
+_at_work: set[int] = set()
+"""The threads that are at work in some consumer, and may hold locks of its, for the application."""
+
+
+@contextmanager
+def _working() -> Iterator[None]:
+    me = threading.get_ident()
+    was_at_work = me in _at_work
+    try:  # already here: the exception of a signal handler must not leave the thread behind
+        _at_work.add(me)
+        yield
+    finally:
+        if not was_at_work:
+            _at_work.discard(me)
+
 
 class Consumer:
     """Reads streams from replicas, and goes on where it was after a node or a stream was away."""
@@ -74,8 +90,6 @@ class Consumer:
         self._readers: dict[str, BatchReader] = {}
         self._storing = threading.RLock()
         """Held from the look at whose turn it is until the offset is sent."""
-        self._inside: int | None = None
-        """The thread that is at work in here, and may hold locks of ours, for the application."""
         self._closing = False
         self._ended = threading.Event()
         self._rest: Taken | None = None
@@ -93,11 +107,16 @@ class Consumer:
             )
             for stream in streams
         }
+        with _working():
+            self._begin()
+
+    def _begin(self) -> None:
+        clock = self._access.clock
         try:
             for subscription in self._subscriptions.values():
-                subscription.open(access.clock() + options.subscribe_timeout)
+                subscription.open(clock() + self._options.subscribe_timeout)
         except BaseException:
-            self._end(access.clock() + CLOSE_TIMEOUT)
+            self._end(clock() + CLOSE_TIMEOUT)
             raise
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
@@ -194,12 +213,14 @@ class Consumer:
                 raise InvalidInput("stream", "must be named to store a given offset", stream)
             lane = self._subscriptions[stream or self.streams[0]].lane
             reached = Reached(offset, lane.tenure)
+            wanted = {lane.stream: reached}
             if self._options.single_active and self._progress.is_behind(lane.stream, reached):
-                return  # others may have begun after a later one: it does not go back
-            lost = self._store_surely({lane.stream: reached}, deadline)
+                # Others may have begun after the later one: it does not go back.
+                wanted = self._progress.unsure(lane.stream)
         else:
             known = self._progress.unstored(in_hand=True)
             wanted = known if stream is None else {s: o for s, o in known.items() if s == stream}
+        with _working():
             lost = self._store_surely(wanted, deadline)
         if lost:
             for each in lost:
@@ -209,15 +230,16 @@ class Consumer:
     def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
         """Store offsets if the consumer does that by itself, and unsubscribe, within `timeout`.
 
-        In a signal handler that interrupted this consumer's own work, another thread does that.
+        In a signal handler that interrupted the work of a consumer, another thread does that.
         """
-        if self._inside == threading.get_ident():
+        if threading.get_ident() in _at_work:
             # What it waits for, or the locks it needs, may be this thread's own.
             threading.Thread(
                 target=self._close, args=(timeout,), name="warren-close", daemon=True
             ).start()
         else:
-            self._close(timeout)
+            with _working():
+                self._close(timeout)
 
     def _close(self, timeout: float) -> None:
         now = self._access.clock()
@@ -257,11 +279,8 @@ class Consumer:
     def _next(self, timeout: float | None) -> Taken | None:
         """What the application goes on with: the rest of what it had, or what comes next."""
         self._progress.came_back()
-        self._inside = threading.get_ident()
-        try:
+        with _working():
             return self._find_next(timeout)
-        finally:
-            self._inside = None
 
     def _find_next(self, timeout: float | None) -> Taken | None:
         clock = self._access.clock
@@ -328,18 +347,15 @@ class Consumer:
         now = self._access.clock()
         if not self._options.stores_by_itself or not self._progress.due(now):
             return
-        outside, self._inside = self._inside, threading.get_ident()
-        try:
-            for stream, reached in self._progress.unstored().items():
+        with _working():
+            for stream, reached in self._progress.unsent().items():
                 # What fails now is due again with the next messages.
                 with suppress(WarrenError), self._storing:
                     client = self._subscriptions[stream].connection(now)
                     if self._is_turn(stream, reached):
                         store_offset(client, str(self._options.name), stream, reached.offset)
-                        self._progress.stored(stream, reached)
+                        self._progress.sent(stream, reached)
             self._progress.restart(now)
-        finally:
-            self._inside = outside
 
     def _store_surely(self, offsets: Mapping[str, Reached], deadline: float) -> list[str]:
         """The streams of which nothing was stored, because the turn is another's."""

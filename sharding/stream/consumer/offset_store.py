@@ -81,6 +81,9 @@ class Progress:
 
     Each belongs to a tenure of its partition (`Lane.tenure`): what was dealt with in an earlier one
     is not this consumer's to store any more.
+
+    An offset that was sent is stored only if the broker says so when it is asked: it drops what
+    comes while the stream has no leader, and does not tell.
     """
 
     def __init__(self, every_messages: int | None, every_seconds: float | None, now: float) -> None:
@@ -90,6 +93,7 @@ class Progress:
         self._since = now
         self._in_hand: tuple[str, Reached, int] | None = None
         self._dealt_with: dict[str, Reached] = {}
+        self._sent: dict[str, Reached] = {}
         self._stored: dict[str, Reached] = {}
 
     def handed_out(self, stream: str, next_offset: int, messages: int, tenure: int = 0) -> None:
@@ -119,8 +123,8 @@ class Progress:
         return self._since + self._every_seconds
 
     def unstored(self, *, in_hand: bool = False) -> dict[str, Reached]:
-        """By stream, the offset of the last message dealt with that is not stored; or, if the
-        application says that it has dealt with that too, of what is in its hands."""
+        """By stream, the offset of the last message dealt with that is not known to be stored; or,
+        if the application says that it has dealt with that too, of what is in its hands."""
         reached = self._dealt_with.copy()
         held = self._in_hand
         if in_hand and held is not None:
@@ -133,13 +137,26 @@ class Progress:
             and not self.is_behind(stream, each)
         }
 
+    def unsent(self) -> dict[str, Reached]:
+        """What of the unstored was not sent either."""
+        unstored = self.unstored().items()
+        return {stream: each for stream, each in unstored if self._sent.get(stream) != each}
+
+    def unsure(self, stream: str) -> dict[str, Reached]:
+        """The last offset that was sent, unless it is known to be stored."""
+        sent = self._sent.get(stream)
+        return {} if sent is None or sent == self._stored.get(stream) else {stream: sent}
+
     def is_behind(self, stream: str, reached: Reached) -> bool:
-        """Whether more was stored in the same tenure: an offset does not go back."""
-        stored = self._stored.get(stream)
-        return stored is not None and stored.tenure == reached.tenure and stored > reached
+        """Whether more was sent in the same tenure: an offset does not go back."""
+        sent = self._sent.get(stream)
+        return sent is not None and sent.tenure == reached.tenure and sent > reached
+
+    def sent(self, stream: str, reached: Reached) -> None:
+        self._sent[stream] = reached
 
     def stored(self, stream: str, reached: Reached) -> None:
-        self._stored[stream] = reached
+        self._sent[stream] = self._stored[stream] = reached
 
     def forget(self, stream: str) -> None:
         """What was dealt with there is another consumer's now."""
@@ -148,6 +165,6 @@ class Progress:
             self._in_hand = None
 
     def restart(self, now: float) -> None:
-        """Everything due was stored, or tried."""
+        """Everything due was sent, or tried."""
         self._messages = 0
         self._since = now

@@ -33,7 +33,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 
 from sharding.callers import Caller, Callers
 from sharding.errors import LocalError, OutcomeUnknown, Unreachable, WarrenError, kind_of, reason
@@ -53,7 +52,6 @@ MAX_RESULTS = 100_000
 """How many messages that are not stored are remembered between two reports: a lost connection
 leaves all that were on their way unknown, on each partition up to `max_unconfirmed`."""
 
-_END_TIMEOUT = 5.0
 _PUBLISHER_GONE = (Code.NO_SUCH_PUBLISHER, Code.STREAM_NOT_AVAILABLE)
 
 
@@ -355,7 +353,7 @@ class PartitionWriter:
         logger.error("%r can't be published to any more: %s", self.stream, reason)
         publishing = self._end(reason)
         if publishing is not None:
-            self._shared.recovery.schedule(0, partial(publishing.end, _END_TIMEOUT))
+            self._shared.recovery.schedule(0, publishing.end)
 
     def _end(self, reason: Exception) -> Publishing | None:
         """The publisher that is left behind, if there is one."""

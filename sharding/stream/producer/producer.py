@@ -52,6 +52,9 @@ from sharding.stream.producer.window import Load
 
 logger = logging.getLogger("warren.stream.producer")
 
+_LEAVE_TIMEOUT = 0.5
+"""At least so long brokers have to answer that publishers are gone; later they do so unseen."""
+
 
 class Producer:
     """Made by `StreamEnvironment.producer`. Leaving a `with` block closes it, and raises if some
@@ -77,7 +80,12 @@ class Producer:
         self.counted_as = Subject("producer", {"stream": target or streams[0]})
         self._clock = clock
         publishers = Publishers(
-            leaders, connections, name=options.name, filtering=options.filtering, clock=clock
+            leaders,
+            connections,
+            name=options.name,
+            later=recovery,
+            filtering=options.filtering,
+            clock=clock,
         )
         self._shared = Shared(options, publishers, recovery, clock)
         self._lock = self._shared.lock
@@ -257,8 +265,10 @@ class Producer:
         deadline = self._clock() + timeout
         with self._lock:
             self._wait_for({each: each.window.accepted for each in self._writers}, deadline)
+        deadline = max(deadline, self._clock() + _LEAVE_TIMEOUT)
         for writer in self._writers:
-            writer.close(max(0.5, deadline - self._clock()))
+            # Never 0: brokers are told at least, before they are asked for the same name again.
+            writer.close(max(0.01, deadline - self._clock()))
         with self._lock:
             last = Tally(MAX_RESULTS)
             self._shared.callers.gather(last)

@@ -6,18 +6,21 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from sharding.errors import LocalError, WarrenError
+from sharding.stream.connections.access import Later
 from sharding.stream.connections.attachments import PublisherHandler
-from sharding.stream.errors import NoAnswerInTime
+from sharding.stream.errors import NoAnswerInTime, PublishersBlocked, StreamRefused
 from sharding.stream.producer.outbox import Batch
+from sharding.stream.protocol.answers import Answer
 from sharding.stream.protocol.commands import (
     DeclarePublisher,
     DeletePublisher,
     QueryPublisherSequence,
+    Request,
 )
-from sharding.stream.protocol.constants import Broker, Key
+from sharding.stream.protocol.constants import Broker, Code, Key
 
 if TYPE_CHECKING:
     from sharding.stream.connections.connection import StreamClient
@@ -27,6 +30,8 @@ logger = logging.getLogger("warren.stream.producer")
 # A broker stops reading a connection for good when too many of its messages were lost with their
 # leaders: their credits never come back (seen on 4.0.5). One that is silent so long is replaced.
 _ANSWER_TIMEOUT = 10.0
+
+A = TypeVar("A", bound=Answer)
 
 Deadline = Callable[[], float]
 """How many seconds are left."""
@@ -88,10 +93,15 @@ class Publishing:
         publisher_id: int,
         attachment: Attachment,
         connections: Connections,
+        later: Later,
     ) -> None:
         self._client = client
         self._publisher_id = publisher_id
         self._connections = connections
+        self._later = later
+        self._may_be_declared = False
+        self.is_silent = False
+        """Whether the broker left a request without an answer for the whole `_ANSWER_TIMEOUT`."""
         self.attachment = attachment
         self.last_id = 0
         """The last publishing id in the stream under the producer's name; 0 for none."""
@@ -104,25 +114,72 @@ class Publishing:
             self._client.send(header, entries, timeout=timeout)
 
     def declare(self, name: str | None, stream: str, deadline: Deadline) -> None:
-        self._client.call(DeclarePublisher(self._publisher_id, name, stream), deadline())
+        """Who fails at this ends the publisher: the broker may have it already."""
+        try:
+            self._declare(name, stream, deadline())
+        except StreamRefused as error:
+            if error.code == Code.PRECONDITION_FAILED and (
+                name is None or not self._takes_unnamed(stream, deadline())
+            ):
+                raise PublishersBlocked(error.command, error.code, stream) from error
+            raise
         if name is not None:
-            answer = self._client.call(QueryPublisherSequence(name, stream), deadline())
+            answer = self._ask(QueryPublisherSequence(name, stream), deadline())
             self.last_id = answer.publishing_id
 
-    def end(self, timeout: float) -> None:
-        """Take the publisher off its connection.
+    def _takes_unnamed(self, stream: str, timeout: float) -> bool:
+        """Whether the connection takes a publisher of the same id without a name.
 
-        A broker that does not answer is not trusted with further requests: the connection is
-        closed. It would refuse the same name as long as the publisher is declared.
+        A broker has one code for an alarm and for a name that the connection has on the stream
+        already (rabbit_stream_reader, 4.0.5). The third cause, an id in use, does not last: each
+        try has another id.
         """
-        if not self.attachment.is_lost:
+        try:
+            self._declare(None, stream, timeout)
+        except StreamRefused as error:
+            return error.code != Code.PRECONDITION_FAILED
+        return True
+
+    def _declare(self, name: str | None, stream: str, timeout: float) -> None:
+        self._may_be_declared = True
+        try:
+            self._ask(DeclarePublisher(self._publisher_id, name, stream), timeout)
+        except StreamRefused:
+            self._may_be_declared = False
+            raise
+
+    def end(self, timeout: float = _ANSWER_TIMEOUT) -> None:
+        """Take the publisher off its connection. Who has no time lets others do that."""
+        if self._may_be_declared and not self.attachment.is_lost:
             try:
-                self._client.call(DeletePublisher(self._publisher_id), timeout)
+                self._ask(DeletePublisher(self._publisher_id), timeout)
             except NoAnswerInTime:
-                self._client.close(timeout=1)
+                self.unanswered()
+                return
             except WarrenError as error:
                 logger.debug("a publisher was not deleted in order: %s", error)
         self.leave()
+
+    def unanswered(self) -> None:
+        """What to do with a publisher of which nobody knows whether the broker still has it.
+
+        A broker that is silent is not trusted with further requests: the connection is closed, with
+        all publishers that share it. That one caller had little time is no reason for that: then
+        the publisher stays attached, and a thread that has the time ends it.
+        """
+        if not self.is_silent and not self._later.schedule(0, self.end).cancelled:
+            return
+        self._client.close(timeout=1)
+        self.leave()
+
+    def _ask(self, request: Request[A], timeout: float) -> A:
+        try:
+            if timeout <= 0:
+                raise NoAnswerInTime(f"no time was left for {request.name}")
+            return self._client.call(request, timeout)
+        except NoAnswerInTime:
+            self.is_silent = timeout >= _ANSWER_TIMEOUT
+            raise
 
     def leave(self) -> None:
         """Give the id back, unless the connection has taken it away already."""
@@ -140,12 +197,14 @@ class Publishers:
         connections: Connections,
         *,
         name: str | None,
+        later: Later,
         filtering: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._leaders = leaders
         self._connections = connections
         self._name = name
+        self._later = later
         self._filtering = filtering
         self._clock = clock
 
@@ -165,18 +224,20 @@ class Publishers:
             leader = self._leaders.leader(stream, min(left(), election))
             attachment = Attachment(listener)
             client, number = self._connections.publisher(leader, stream, attachment, deadline)
-            publishing = Publishing(client, number, attachment, self._connections)
+            publishing = Publishing(client, number, attachment, self._connections, self._later)
             try:
                 self._check_filtering(client)
                 publishing.declare(self._name, stream, lambda: min(left(), _ANSWER_TIMEOUT))
             except NoAnswerInTime:
-                client.close(timeout=1)
-                publishing.leave()
-                if self._clock() >= deadline:
+                publishing.unanswered()
+                if not publishing.is_silent or self._clock() >= deadline:
                     raise
                 return self.open(stream, listener, deadline, election=election)
-            except BaseException:
-                publishing.leave()
+            except WarrenError:
+                publishing.end(min(left(), _ANSWER_TIMEOUT))
+                raise
+            except BaseException:  # who is interrupted does not wait for answers
+                publishing.end(0)
                 raise
         except WarrenError as error:
             self.suspect(stream, error)

@@ -3,6 +3,8 @@
 The first time at once. A publisher that is lost in its turn before it has shown that it works, by a
 confirm or by standing for some seconds, is not: the pauses go on growing, whether there is anything
 to publish or not. But only who has messages to be confirmed gives up after `recovery_timeout`.
+Time in which the node takes no publishers, as under a disk alarm, does not count: alarms last until
+somebody has made room, and what waits for that is bounded by the producer's buffers.
 
 `begin`, `end` and `rest` are called with the writer's lock, the others without it.
 """
@@ -18,7 +20,7 @@ from functools import partial
 from sharding.backoff import Backoff
 from sharding.errors import LocalError, TryLater
 from sharding.stream.connections.background import Recovery
-from sharding.stream.errors import StreamNotFound
+from sharding.stream.errors import PublishersBlocked, StreamNotFound
 from sharding.stream.producer.publishing import Listener, Publishers, Publishing
 
 logger = logging.getLogger("warren.stream.producer")
@@ -27,7 +29,6 @@ _TRY_TIMEOUT = 15.0  # for one try to open a publisher
 _ELECTION = 1.0
 """A stream that has no leader for longer is tried again: while it is waited for, nobody else on
 these few threads is."""
-_END_TIMEOUT = 5.0
 STEADY = 10.0
 """A publisher that stood for so many seconds with nothing to be confirmed works."""
 
@@ -103,7 +104,7 @@ class Reconnecting:
 
     def _try(self, reason: Exception, left_over: Publishing | None = None) -> None:
         if left_over is not None:
-            left_over.end(_END_TIMEOUT)
+            left_over.end()
         outage = self.outage
         if outage is None or not self.is_wanted():
             return
@@ -114,6 +115,11 @@ class Reconnecting:
                 self.stream, self.listener, deadline, election=_ELECTION
             )
         except Exception as error:
+            if isinstance(error, PublishersBlocked):
+                outage.deadline = self.clock() + self.recovery_timeout
+                if not outage.was_blocked:
+                    outage.was_blocked = True
+                    logger.warning("%r waits until it can be published to: %s", self.stream, error)
             pause = outage.pause_after(error, self.clock(), self.rng)
             if pause is None:
                 self.failed(error)
@@ -122,7 +128,7 @@ class Reconnecting:
                 self._schedule(pause, partial(self._try, error))
             return
         if not self.opened(publishing):
-            publishing.end(_END_TIMEOUT)
+            publishing.end()
 
 
 _BACKOFF = Backoff(first=0.1, longest=2.0)
@@ -138,6 +144,7 @@ class Outage:
     deadline: float
     tries: int = 0
     not_found: int = 0
+    was_blocked: bool = False
 
     def pause_after(self, error: Exception, now: float, rng: random.Random) -> float | None:
         """How long to wait before the next try; None: give up.

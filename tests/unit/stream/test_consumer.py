@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count, islice
@@ -31,8 +31,10 @@ from sharding.stream.errors import (
 from sharding.stream.messages.codecs import Compression
 from sharding.stream.messages.message import encode_data
 from sharding.stream.options import ConsumerOptions, offset_spec
+from sharding.stream.protocol.answers import Answer
 from sharding.stream.protocol.commands import Subscribe
 from sharding.stream.protocol.constants import Code, Limits, OffsetSpec
+from tests.cluster.waiting import PATIENCE
 from tests.support.chunks import SubBatch, chunk
 from tests.support.fake_streams import A, FakeClient, FakeCluster, chunk_of
 
@@ -523,6 +525,29 @@ def test_what_is_in_hand_counts_for_who_says_so_and_is_not_taken_back_at_close()
     assert cluster.stream.stored == {"joe": 3}
 
 
+@pytest.mark.parametrize("way", ["close", "store_offset"])
+def test_offset_that_was_only_sent_is_made_sure_of(way: str) -> None:
+    """It has no answer, and the broker drops it while the stream's leader is away."""
+    cluster = FakeCluster(2)
+    consumer = consumer_of(cluster, name="joe", store_every_messages=2)
+    cluster.stream.loses_offsets = True
+    assert offsets(consumer) == [0, 1]
+    cluster.stream.loses_offsets = False
+    assert cluster.stream.stored == {}
+    getattr(consumer, way)()
+    assert cluster.stream.stored == {"joe": 1}
+
+
+def test_offset_that_is_known_to_be_stored_is_not_stored_again_at_close() -> None:
+    cluster = FakeCluster(5)
+    consumer = consumer_of(cluster, name="joe", store_every_messages=2)
+    offsets(consumer, 3)
+    consumer.store_offset()
+    cluster.stream.stored.clear()
+    consumer.close()
+    assert cluster.stream.stored == {}
+
+
 def test_turn_that_ends_at_the_last_message_of_a_chunk_is_not_gone_on_with() -> None:
     cluster = FakeCluster(2, 3)
     consumer = consumer_of(cluster, name="joe", single_active=True, store_every_messages=100)
@@ -549,6 +574,66 @@ def test_message_that_the_application_failed_at_is_not_stored() -> None:
     with pytest.raises(ZeroDivisionError):
         application()
     assert cluster.stream.stored == {"joe": 3}
+
+
+class TestSignals:
+    """A handler runs on the thread that it interrupts, whose locks it can never wait for."""
+
+    def cluster(self, ring: Callable[[object], object]) -> FakeCluster:
+        """All consumers share a connection, whose lock is held while `ring` is called."""
+        lock, holders = threading.Lock(), set[int]()
+
+        def share(client: FakeClient) -> None:
+            call = client.call
+
+            def locked_call(request: Any, timeout: float | None = None) -> Answer:
+                me = threading.get_ident()
+                assert me not in holders, "the handler waits for what it interrupted"
+                with lock:
+                    holders.add(me)
+                    try:
+                        ring(request)
+                        return call(request, timeout)
+                    finally:
+                        holders.remove(me)
+
+            client.call = locked_call  # type: ignore[method-assign]
+
+        cluster = FakeCluster(5)
+        cluster.on_connect = share
+        return cluster
+
+    @pytest.mark.parametrize(
+        ("interrupted", "closed"),
+        [
+            ("store_offset", "itself"),
+            ("store_offset", "another one"),
+            ("close", "itself"),
+            ("close", "another one"),
+            ("made", "another one"),
+        ],
+    )
+    def test_handler_may_close_a_consumer_whatever_it_interrupts(
+        self, interrupted: str, closed: str
+    ) -> None:
+        to_close: list[Consumer] = []
+
+        def ring(_: object) -> None:
+            if to_close:
+                to_close.pop().close(PATIENCE)
+
+        cluster = self.cluster(ring)
+        one = consumer_of(cluster, name="joe", store_every_messages=100)
+        other = consumer_of(cluster, name="jim", store_every_messages=100)
+        for each in (one, other):
+            assert offsets(each, 3) == [0, 1, 2]
+        told = one if closed == "itself" else other
+        to_close.append(told)
+        if interrupted == "made":
+            consumer_of(cluster, name="jack")
+        else:
+            getattr(one, interrupted)()
+        assert told._ended.wait(PATIENCE)
 
 
 class TestParts:
@@ -643,6 +728,14 @@ class TestParts:
         assert list(offsets_of(getattr(going_on, of)(timeout=0))) == [4]
 
 
+def lose_what_is_sent(cluster: FakeCluster, consumer: Consumer) -> None:
+    """Deal with two messages, whose offset the consumer stores by itself while nobody keeps it."""
+    cluster.stream.loses_offsets = True
+    assert offsets(consumer, 3) == [0, 1, 2]
+    cluster.stream.loses_offsets = False
+    assert cluster.stream.stored == {}
+
+
 class TestSingleActive:
     def consumer(self, cluster: FakeCluster, **options: Any) -> Consumer:
         return consumer_of(cluster, name="joe", single_active=True, **options)
@@ -720,6 +813,25 @@ class TestSingleActive:
                 consumer.store_offset(*given)
         consumer.store_offset()  # there is nothing of its own any more
         assert cluster.stream.stored == {}
+
+    def test_offset_that_was_only_sent_is_made_sure_of_before_the_turn_ends(self) -> None:
+        cluster = FakeCluster(5)
+        consumer = self.consumer(cluster, store_every_messages=2)
+        cluster.client.make_active(0, True)
+        cluster.run()
+        lose_what_is_sent(cluster, consumer)
+        cluster.client.make_active(0, False)
+        cluster.run()
+        assert cluster.stream.stored == {"joe": 1}
+
+    def test_offset_before_one_that_was_only_sent_makes_sure_of_that(self) -> None:
+        cluster = FakeCluster(5)
+        consumer = self.consumer(cluster, store_every_messages=2)
+        cluster.client.make_active(0, True)
+        cluster.run()
+        lose_what_is_sent(cluster, consumer)
+        consumer.store_offset("s", 0)
+        assert cluster.stream.stored == {"joe": 1}
 
     def test_offset_of_a_turn_does_not_go_back(self) -> None:
         cluster = FakeCluster(5, 5)

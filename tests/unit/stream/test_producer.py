@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, cast
 
 import pytest
@@ -19,11 +20,14 @@ from sharding.stream.connections.attachments import PublisherHandler
 from sharding.stream.connections.background import Recovery
 from sharding.stream.connections.connection import StreamClient
 from sharding.stream.errors import (
+    AccessRefused,
     AuthenticationFailed,
     ConnectionLost,
     NoAnswerInTime,
     Overloaded,
     StreamNotFound,
+    StreamRefused,
+    StreamUnavailable,
     refusal,
 )
 from sharding.stream.messages.codecs import Compression
@@ -73,19 +77,46 @@ class FakeClient:
         if self.world.silent > 0:
             self.world.silent -= 1
             raise NoAnswerInTime("silent")
+        if self.world.alarm and self.declared:  # it is not read
+            raise NoAnswerInTime("silent")
+        patience = inf if timeout is None else timeout
+        self.world.pass_by(min(patience, self.world.slow))
+        try:
+            answer = self.carry_out(request)
+        finally:
+            if patience < self.world.slow:
+                raise NoAnswerInTime("slow")
+        return answer
+
+    def carry_out(self, request: Request[Answer]) -> Answer:
         match request:
             case DeclarePublisher():
-                self.declared[request.publisher_id] = request
+                self.declare(request)
             case QueryPublisherSequence(reference=name, stream=stream):
+                if self.world.fails_to_ask is not None:
+                    raise self.world.fails_to_ask
                 return SequenceAnswer(Code.OK, self.world.sequence(name, stream))
             case DeletePublisher(publisher_id=number):
-                self.declared.pop(number)
+                if self.declared.pop(number, None) is None:
+                    raise refusal("DeletePublisher", Code.NO_SUCH_PUBLISHER)
         return Answer(Code.OK)
+
+    def declare(self, request: DeclarePublisher) -> None:
+        """As rabbit_stream_reader does: it has one code for all three."""
+        has_name = request.reference is not None and any(
+            (each.reference, each.stream) == (request.reference, request.stream)
+            for each in self.declared.values()
+        )
+        if self.world.alarm or request.publisher_id in self.declared or has_name:
+            raise refusal("DeclarePublisher", Code.PRECONDITION_FAILED, request.stream)
+        self.declared[request.publisher_id] = request
 
     def send(self, *buffers: bytes, timeout: float | None = None) -> None:
         assert timeout is not None
         if self.closed:
             raise ConnectionLost("closed")
+        if self.world.alarm:
+            return  # it lies in the socket
         if self.world.gate is not None:
             assert self.world.gate.wait(PATIENCE)
         frame = b"".join(buffers)
@@ -149,6 +180,17 @@ class World:
     always: Exception | None = None
     silent: int = 0
     """So many requests get no answer."""
+    fails_to_ask: BaseException | None = None
+    """What becomes of the question for the last publishing id."""
+    slow: float = 0.0
+    """After so many seconds requests are answered, by the clock of `later`."""
+    later: HandRecovery | None = None
+    alarm: bool = False
+    """A disk alarm: connections with publishers are not read, and new publishers refused."""
+
+    def pass_by(self, seconds: float) -> None:
+        if self.later is not None:
+            self.later.now += seconds
 
     def sequence(self, name: str, stream: str) -> int:
         return self.last_ids.get((name, stream), 0)
@@ -185,7 +227,7 @@ class World:
             )
         client = self.clients[-1]
         number = client.next_id
-        client.next_id += 1
+        client.next_id = (number + 1) % 256
         client.handlers[number] = handler, stream
         return cast(StreamClient, client), number
 
@@ -216,6 +258,7 @@ def make(world: World) -> Iterator[Make]:
     ) -> Producer:
         """Where `later` is given, nothing happens by time but what it runs."""
         # An entry for each message, unless a test asks for more: most look at single messages.
+        world.later = later
         chosen = ProducerOptions(**{"linger": 0.001, "sub_entry_messages": 0, **options})
         producer = Producer(
             streams or ("s",),
@@ -630,6 +673,65 @@ def test_a_connection_that_does_not_answer_is_replaced(make: Make, world: World)
     assert producer.flush(PATIENCE).stored == 1
 
 
+def test_an_impatient_close_leaves_the_connection_to_the_others(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    patient = make("a", linger=0, later=later)
+    impatient = make("b", later=later)
+    world.slow = 5
+    impatient.close(timeout=1)
+    assert len(world.clients[0].handlers) == 2, "the id is nobody else's before there is an answer"
+    later.run(60)
+    assert [each.stream for each in world.clients[0].declared.values()] == ["a"]
+    assert len(world.clients[0].handlers) == 1
+    patient.send(b"x")
+    later.run()
+    assert patient.flush(0).stored == 1
+    assert patient.counters["recoveries"] == 0
+
+
+def test_a_close_that_is_never_answered_ends_the_connection(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    producer = make(later=later)
+    world.slow = inf
+    producer.close(timeout=1)
+    assert not world.clients[0].closed
+    later.run(60)
+    assert world.clients[0].closed
+
+
+def test_a_close_waits_its_time_once_and_not_for_each_partition(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    producer = make(*(f"s-{number}" for number in range(50)), later=later)
+    world.slow = 5
+    producer.close(timeout=2)
+    assert later.now < 3
+    told = [call for call in world.calls if isinstance(call, DeletePublisher)]
+    assert len(told) == 50, "who makes a producer of the name next is read after these"
+    assert len(world.clients[0].handlers) == 50
+    world.slow = 0
+    later.run(60)
+    assert not world.clients[0].handlers
+    assert not world.clients[0].declared
+    assert not world.clients[0].closed
+
+
+@pytest.mark.parametrize("name", ["p", None])
+def test_an_impatient_producer_leaves_the_connection_to_the_others(
+    make: Make, world: World, later: HandRecovery, name: str | None
+) -> None:
+    patient = make("a", later=later)
+    world.slow = 5
+    with pytest.raises(NoAnswerInTime):
+        make("b", name=name, open_timeout=1, later=later)
+    later.run(60)
+    assert [each.stream for each in world.clients[0].declared.values()] == ["a"]
+    assert len(world.clients[0].handlers) == 1
+    assert patient.counters["recoveries"] == 0
+
+
 def test_odd_answers_during_a_recovery_are_tried_again(make: Make, world: World) -> None:
     producer = make(name="p")
     world.failures = [
@@ -731,6 +833,77 @@ def test_a_partition_that_never_confirms_again_fails_in_the_end(
     assert world.clients[0].declared == {}
 
 
+@pytest.mark.parametrize("name", ["p", None])
+def test_an_alarm_of_any_length_ends_no_producer(
+    make: Make,
+    world: World,
+    later: HandRecovery,
+    caplog: pytest.LogCaptureFixture,
+    name: str | None,
+) -> None:
+    producer = make(name=name, linger=0, max_unconfirmed=3, later=later)
+    world.alarm = True
+    producer.send(b"on its way")
+    later.run(900)
+    assert producer.flush(0).unknown == (name is None)
+    with pytest.raises(Overloaded):  # noqa: PT012
+        for _ in range(4):
+            producer.send(b"kept", timeout=0)
+    later.run(900)
+    told = [each for each in caplog.records if "alarm" in each.message]
+    assert [each.levelname for each in told] == ["WARNING"]
+    world.alarm = False
+    later.run(5)
+    assert producer.flush(0).stored == 3
+    assert len(world.bodies()) == 3
+
+
+def test_what_stands_in_the_way_after_an_alarm_has_the_whole_time_and_no_more(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    producer = make(name="p", linger=0, recovery_timeout=20, later=later)
+    world.alarm = True
+    producer.send(b"x")
+    later.run(600)
+    world.always = ConnectionLost("down")
+    later.run(17)
+    producer.send(b"y")
+    later.run(20)
+    with pytest.raises(ConnectionLost):
+        producer.send(b"z")
+
+
+def test_a_name_that_another_producer_has_is_no_alarm(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    """The broker has one code for both; only an alarm is waited for without an end."""
+    producer = make(name="p", linger=0, recovery_timeout=20, later=later)
+    world.lose()
+    make(name="p")
+    with pytest.raises(StreamRefused) as refused:
+        make(name="p")
+    assert not is_retryable(refused.value)
+    later.run(20)
+    with pytest.raises(StreamRefused, match="precondition failed"):
+        producer.send(b"x")
+    assert [each.reference for each in world.clients[-1].declared.values()] == ["p"]
+
+
+@pytest.mark.parametrize("name", ["p", None])
+def test_a_producer_that_is_made_under_an_alarm_says_so_and_may_be_made_again(
+    make: Make, world: World, name: str | None
+) -> None:
+    world.alarm = True
+    with pytest.raises(StreamUnavailable, match="alarm") as refused:
+        make(name=name)
+    assert is_retryable(refused.value)
+    assert world.clients[-1].handlers == {}
+    world.alarm = False
+    producer = make(name=name)
+    producer.send(b"x")
+    assert producer.flush(PATIENCE).stored == 1
+
+
 def test_a_publisher_that_is_lost_again_and_again_is_not_opened_in_a_tight_loop(
     make: Make, world: World, later: HandRecovery
 ) -> None:
@@ -805,6 +978,34 @@ def test_a_named_producer_goes_on_after_the_last_id_of_each_partition(
     assert producer.last_publishing_ids == {"s-0": 44, "s-1": 8}
     producer.flush(PATIENCE)
     assert world.last_ids == {("p", "s-0"): 44, ("p", "s-1"): 8}
+
+
+def test_a_name_whose_last_id_may_not_be_read_is_refused_for_that_each_time(
+    make: Make, world: World
+) -> None:
+    """The publisher was left declared, and the next try was told that the name is taken."""
+    other = make("a")
+    world.fails_to_ask = refusal("QueryPublisherSequence", Code.ACCESS_REFUSED, "s")
+    for _ in range(2):
+        with pytest.raises(AccessRefused, match="read it too"):
+            make(name="p")
+    (client,) = world.clients
+    assert [each.stream for each in client.declared.values()] == ["a"]
+    assert len(client.handlers) == 1
+    other.send(b"x")
+    assert other.flush(PATIENCE).stored == 1
+
+
+def test_a_producer_whose_making_is_interrupted_leaves_nothing_behind(
+    make: Make, world: World, later: HandRecovery
+) -> None:
+    world.fails_to_ask = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        make(name="p", later=later)
+    later.run()
+    assert not world.clients[0].declared
+    assert not world.clients[0].handlers
+    assert not world.clients[0].closed
 
 
 def test_explicit_ids_must_rise(make: Make, world: World) -> None:
