@@ -300,6 +300,7 @@ def test_many_threads_may_use_one_producer(environment: StreamEnvironment) -> No
                 assert mine == sorted(set(mine))
 
 
+@pytest.mark.twin("unit/stream/test_producer.py::test_an_alarm_of_any_length_ends_no_producer")
 def test_a_producer_outlives_a_disk_alarm_of_any_length(harmed: Cluster) -> None:
     options = ProducerOptions(name="p", confirm_timeout=1, recovery_timeout=15)
     with environment_of(harmed, **patient.STREAMS) as environment, stream_in(environment) as stream:
