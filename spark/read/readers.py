@@ -17,6 +17,7 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from sharding.errors import WarrenError, is_retryable
+from sharding.stream.consumer.ranges import DOUBT
 from sharding.stream.errors import DataLost, NoAnswerInTime
 from spark.options.read import Place, Positions, ReadOptions, resolve
 from spark.options.values import BadOption
@@ -246,9 +247,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return places(self._options.starting, Place.LATEST, extents, view)
 
     def _plan(self, view: ClusterView, begin: Offsets) -> Batch:
-        extents = _extents(view)
         # What this process has seen is newer than what it last wrote down.
         begin = replace(begin, seen={**begin.seen, **self._seen})
+        extents = self._extents_not_in_doubt(view, begin)
         made_again = self._made_again(view, begin, extents)
         if self._options.fail_on_data_loss:
             gone = [stream for stream in begin.next if stream not in extents]
@@ -272,6 +273,27 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # Only now: what a failed plan has seen must be found again by the next one.
         self._seen = last_seen(known, begin.seen)
         return batch
+
+    def _extents_not_in_doubt(self, view: ClusterView, begin: Offsets) -> dict[str, Extent]:
+        """What the streams hold. One that had more than was read, and is called empty, is asked
+        again before that counts (`DOUBT`)."""
+        extents = _extents(view)
+        deadline = self._clock() + DOUBT
+        while True:
+            doubtful = [
+                stream
+                for stream, extent in extents.items()
+                if extent.is_empty
+                and stream in begin.next
+                and stream in begin.seen
+                and begin.seen[stream].end > begin.next[stream]
+            ]
+            if not doubtful or self._clock() + _TRY_AGAIN > deadline:
+                return extents
+            self._sleep(_TRY_AGAIN)
+            for stream in doubtful:
+                del extents[stream]
+            extents |= view.extents_of_those_there(doubtful)
 
     def _made_again(
         self, view: ClusterView, begin: Offsets, extents: Mapping[str, Extent]

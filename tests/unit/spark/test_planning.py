@@ -414,3 +414,26 @@ def test_a_stream_that_comes_back_goes_on_where_it_was_unless_it_is_another(
     assert spans(query.trigger()) == {"s1": (begin, 60)}
     assert spans(query.repeat()) == {"s1": (begin, 60)}
     assert "left" not in json.loads(query.log[-1])
+
+
+@pytest.mark.parametrize("loss", ["true", "false"])
+def test_stream_with_unread_rows_that_is_called_empty_for_a_moment_is_asked_again(
+    cluster: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """A leader of 3.10 that was just elected: 90 rows were counted as lost."""
+    query = Query(startingOffsets="earliest", maxOffsetsPerTrigger="10", failOnDataLoss=loss)
+    query.trigger()
+    begins = query.start["next"]["s0"]
+    asked: list[str] = []
+
+    def offsets(stream: str) -> Ends | None:
+        if stream == "s0" and len(asked) < 3:
+            asked.append(stream)
+            return None
+        return FakeEnvironment.offsets(cluster, stream)
+
+    monkeypatch.setattr(cluster, "offsets", offsets)
+    found = spans(query.trigger())
+    assert found is not None
+    assert found["s0"][0] == begins
+    assert "lost" not in query.start
