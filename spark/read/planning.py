@@ -22,8 +22,8 @@ A checkpoint's offset is the next offset to read of every stream. Rules:
 5. A task that is slow, or repeated after a restart, may find another stream than was planned. So it
    is told what the plan has seen: rows that were stored later, or a stream that ends before the
    range does, are a reason to look at that chunk again. If it is there, the stream is the same and
-   will be told as a whole later (a leader of 3.10 that was just elected calls its stream empty): the
-   task fails and may be repeated, as planning asks such a stream again.
+   will be told as a whole later (a leader of 3.10 that was just elected calls its stream empty):
+   the task fails and may be repeated, as planning asks such a stream again.
 6. Losses fail the query, or, where they are allowed, are passed over and counted, under `lost`: the
    stream goes on at its first message.
 """
