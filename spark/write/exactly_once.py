@@ -34,7 +34,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sharding.errors import LocalError
-from spark.options.values import BadOption
+from spark.options.connect import ConnectOptions
+from spark.options.values import BadOption, Hidden
 from spark.options.write import STREAM_OWNERS, MessageColumns, WriteOptions
 from spark.write.exactly_once_rules import (
     BATCHES,
@@ -81,6 +82,7 @@ def exactly_once(
     texts = {name: _text(value) for name, value in options.items()}
     connect, write = parse(texts)
     _check_options(write)
+    _check_shown(rows, connect)
     if not rows.isStreaming:
         rule = "must be a streaming DataFrame: a batch has no id by which Spark repeats it"
         raise BadOption("the rows of exactly_once", rule, "a batch DataFrame")
@@ -181,6 +183,18 @@ def _exactly(rows: DataFrame, name: str) -> Column:
 def _quoted(name: str) -> str:
     """A column's name as Spark reads it, dots and all."""
     return "`" + name.replace("`", "``") + "`"
+
+
+def _check_shown(rows: DataFrame, connect: ConnectOptions) -> None:
+    """Under Spark Connect the plan of a query is a text, which the server shows and logs with all
+    of its options; Spark hides a password only in those of its own plans."""
+    if connect.credentials.password is not None and not hasattr(rows, "_jdf"):
+        rule = (
+            "must not be given to exactly_once() under Spark Connect, whose server shows it in its "
+            "UI and event log; use passwordFile or passwordEnv (of the server's executors and of "
+            "this process), or WARREN_PASSWORD"
+        )
+        raise BadOption("password", rule, Hidden())
 
 
 def _text(value: object) -> str:

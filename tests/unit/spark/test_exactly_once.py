@@ -19,6 +19,7 @@ from spark.options.values import BadOption
 from spark.write.exactly_once import (
     BatchTooLarge,
     TaskRows,
+    exactly_once,
     publish_task_rows,
     stream_owners,
 )
@@ -396,6 +397,19 @@ def test_more_tasks_than_streams_are_not_made() -> None:
     assert stream_owners(STREAMS, 99, []).tasks == stream_owners(STREAMS, None, []).tasks == 3
     with pytest.raises(BadOption, match="at least 1"):
         stream_owners(STREAMS, 0, [])
+
+
+class ConnectFrame:
+    """All that is known of a DataFrame before the broker is asked; the classic one has a `_jdf`."""
+
+    isStreaming = True  # noqa: N815
+
+
+def test_password_is_refused_under_connect_which_would_show_it() -> None:
+    rows: Any = ConnectFrame()
+    with pytest.raises(BadOption, match=r"'password'.*passwordFile or passwordEnv") as told:
+        exactly_once(rows, stream="a", password="Kanarienvogel")
+    assert "Kanarienvogel" not in str(told.value)
 
 
 def test_what_the_tasks_are_told_survives_the_way_there() -> None:
