@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -201,9 +201,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[StreamRange]:
         upto = Offsets.from_json(end)
         begins = upto.starts_after(Offsets.from_json(start))
-        numbers = self._ask(lambda view: view.streams(missing_ok=True))
+        numbers = upto.numbers
+        if not upto.next.keys() <= numbers.keys():  # it was planned before they were kept
+            numbers = self._ask(lambda view: view.streams(missing_ok=True))
         ranges = [
-            # -1: of a stream that left its super stream after the batch was planned
+            # -1: of a stream that has left its super stream since
             StreamRange(
                 stream, numbers.get(stream, -1), begins[stream], after, upto.seen.get(stream)
             )
@@ -249,7 +251,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _plan(self, view: ClusterView, begin: Offsets) -> Batch:
         # What this process has seen is newer than what it last wrote down.
         begin = replace(begin, seen={**begin.seen, **self._seen})
-        extents = self._extents_not_in_doubt(view, begin)
+        numbers = view.streams(missing_ok=True)
+        extents = self._extents_not_in_doubt(view, numbers, begin)
         made_again = self._made_again(view, begin, extents)
         if self._options.fail_on_data_loss:
             gone = [stream for stream in begin.next if stream not in extents]
@@ -272,12 +275,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
         # Only now: what a failed plan has seen must be found again by the next one.
         self._seen = last_seen(known, begin.seen)
-        return batch
+        return replace(batch, numbers=numbers)
 
-    def _extents_not_in_doubt(self, view: ClusterView, begin: Offsets) -> dict[str, Extent]:
+    def _extents_not_in_doubt(
+        self, view: ClusterView, streams: Iterable[str], begin: Offsets
+    ) -> dict[str, Extent]:
         """What the streams hold. One that had more than was read, and is called empty, is asked
         again before that counts (`DOUBT`)."""
-        extents = _extents(view)
+        extents = view.extents_of_those_there(streams)
         deadline = self._clock() + DOUBT
         while True:
             doubtful = [

@@ -437,3 +437,26 @@ def test_stream_with_unread_rows_that_is_called_empty_for_a_moment_is_asked_agai
     assert found is not None
     assert found["s0"][0] == begins
     assert "lost" not in query.start
+
+
+def test_repeated_batch_has_the_partitions_numbers_that_it_was_planned_with(
+    cluster: FakeEnvironment,
+) -> None:
+    query = Query(startingOffsets="earliest")
+    planned = query.trigger()
+    assert planned is not None
+    cluster.streams = {"s-before": (0, 5), **cluster.streams}
+    del cluster.streams["s0"]
+    assert query.repeat() == planned
+    assert [task.partition for task in planned] == [0, 1]
+
+
+def test_batch_of_a_checkpoint_without_numbers_looks_them_up(cluster: FakeEnvironment) -> None:
+    query = Query(startingOffsets="earliest")
+    planned = query.trigger()
+    without = json.loads(query.log[-1])
+    del without["numbers"]
+    query.log[-1] = json.dumps(without)
+    assert query.repeat() == planned
+    del cluster.streams["s0"]
+    assert [task.partition for task in query.repeat()] == [-1, 0]
