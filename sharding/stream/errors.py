@@ -145,6 +145,24 @@ class DataLost(RemoteError):
         return type(self), (self.stream, self.asked, self.found)
 
 
+class EndsTooEarly(Unreachable):
+    """A stream is said to end before a message that it is known to have had at its end: its leader
+    does not know yet what it stores, or the stream was deleted and made again."""
+
+    def __init__(self, stream: str, known_end: int, found: int) -> None:
+        self.stream = stream
+        self.known_end = known_end
+        self.found = found
+        where = f"to end at offset {found}" if found else "to be empty"
+        super().__init__(
+            f"{stream!r} is said {where}, but had messages up to offset {known_end}: read again "
+            "from where you are; if it stays so, it was deleted and made again"
+        )
+
+    def __reduce__(self) -> tuple[type[EndsTooEarly], tuple[str, int, int]]:
+        return type(self), (self.stream, self.known_end, self.found)
+
+
 class StreamReplaced(RemoteError):
     """The stream was deleted, and another one of its name made, while it was read."""
 

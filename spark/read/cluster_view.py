@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from sharding.stream.errors import DataLost, StreamNotFound
+from sharding.stream.consumer.ranges import DOUBT
+from sharding.stream.errors import DataLost, EndsTooEarly, StreamNotFound
 from sharding.stream.options import Columns, ConsumerOptions
 from spark.options.read import ReadOptions, listed_streams
 from spark.read.columns import client_columns
@@ -17,6 +18,7 @@ from spark.read.planning import Extent, Seen, StreamGone, StreamRange
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from sharding.stream.consumer.ranges import RangeReading
     from sharding.stream.environment import StreamEnvironment
 
 logger = logging.getLogger("warren.spark")
@@ -72,11 +74,15 @@ class ClusterView:
         """Whether a stream has the chunk that was seen, and not another one in its place."""
         try:
             place, columns = seen.chunk, Columns(raw=True)  # whatever is in it
-            found = self._environment.read_range(stream, place, place + 1, columns=columns)
+            found = self._environment.read_range(
+                stream, place, place + 1, columns=columns, timeout=DOUBT, known_end=place + 1
+            )
             batch = next(found, None)
             found.close()
         except DataLost:
             return True  # retention was faster: what is lost is seen elsewhere
+        except EndsTooEarly:
+            return False
         return batch is not None and batch.column("timestamp")[0].value == seen.time
 
     def offset_at(self, stream: str, timestamp_ms: int) -> int | None:
@@ -101,10 +107,11 @@ class ClusterView:
             match_unfiltered=options.filter.match_unfiltered,
             on_data_loss="raise" if options.fail_on_data_loss else "skip",
             credits=options.credits,
+            known_end=found.seen.end if found.seen is not None else 0,
         )
         position, latest = found.first, None if found.seen is None else found.seen.time
         try:
-            for batch in reading:
+            for batch in self._planned(reading, found):
                 if latest is not None and batch.column("timestamp")[-1].value > latest:
                     self._check_planned(found)
                     latest = None  # it is the same: clocks of two leaders differ
@@ -118,6 +125,13 @@ class ClusterView:
             logger.warning("offsets up to %d are passed over: %s", found.end, gone)
         finally:
             reading.close()
+
+    def _planned(self, reading: RangeReading, found: StreamRange) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from reading
+        except EndsTooEarly:
+            self._check_planned(found)
+            raise  # it is the same stream, and will be told as a whole later
 
     def _check_planned(self, found: StreamRange) -> None:
         """Raises if the stream is another one than the range was planned for."""

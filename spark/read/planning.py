@@ -6,7 +6,8 @@ A checkpoint's offset is the next offset to read of every stream. Rules:
    written down in the batch's own end, under `began`: for the very first batch, for a stream that
    was found later (it is read from its beginning), and for one that goes on after a loss. So a
    batch that is repeated after a restart reads the same rows, whatever `startingOffsets` says by
-   then and whatever retention has deleted.
+   then and whatever retention has deleted. So are the streams' numbers, under `numbers`: they are
+   the rows' `partition`, and others when a partition was bound or unbound meanwhile.
 2. The very first batch is planned even if there is nothing to read: from then on "latest" is a
    place in the checkpoint and not a moment that each restart moves.
 3. What was last seen of a stream's end is kept under `seen`. A stream that is no longer there and
@@ -21,7 +22,9 @@ A checkpoint's offset is the next offset to read of every stream. Rules:
    if all of it was read, and what was seen before is kept to compare with what comes.
 5. A task that is slow, or repeated after a restart, may find another stream than was planned. So it
    is told what the plan has seen: rows that were stored later, or a stream that ends before the
-   range does, are a reason to look at that chunk again.
+   range does, are a reason to look at that chunk again. If it is there, the stream is the same and
+   will be told as a whole later (a leader of 3.10 that was just elected calls its stream empty):
+   the task fails and may be repeated, as planning asks such a stream again.
 6. Losses fail the query, or, where they are allowed, are passed over and counted, under `lost`: the
    stream goes on at its first message.
 """
@@ -91,6 +94,8 @@ class Offsets:
     left: Mapping[str, tuple[int, Seen]] = field(default_factory=dict)
     """Of streams that are no longer there: the first offset that is not read yet, and what was
     seen."""
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """Of the streams in their super stream, when the batch that ends here was planned."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, object]) -> Offsets:
@@ -106,6 +111,7 @@ class Offsets:
             _seen(value),
             _offsets(value, "lost"),
             _left(value),
+            _offsets(value, "numbers"),
         )
 
     def to_json(self) -> dict[str, object]:
@@ -120,6 +126,8 @@ class Offsets:
             value["lost"] = dict(self.lost)
         if self.left:
             value["left"] = {stream: [after, *seen] for stream, (after, seen) in self.left.items()}
+        if self.numbers:
+            value["numbers"] = dict(self.numbers)
         return value
 
     def starts_after(self, start: Offsets) -> dict[str, int]:
@@ -141,6 +149,7 @@ class Batch:
     lost: Mapping[str, int] = field(default_factory=dict)
     """What this batch passes over, as far as it can be counted."""
     left: Mapping[str, tuple[int, Seen]] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def waiting(self) -> int:
@@ -157,7 +166,10 @@ class Batch:
         lost = dict(self.start.lost)
         for stream, count in self.lost.items():
             lost[stream] = lost.get(stream, 0) + count
-        return Offsets(after, self.began, seen=self.seen, lost=lost, left=self.left)
+        numbers = {stream: self.numbers[stream] for stream in after if stream in self.numbers}
+        return Offsets(
+            after, self.began, seen=self.seen, lost=lost, left=self.left, numbers=numbers
+        )
 
 
 def plan(

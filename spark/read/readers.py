@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,7 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from sharding.errors import WarrenError, is_retryable
+from sharding.stream.consumer.ranges import DOUBT
 from sharding.stream.errors import DataLost, NoAnswerInTime
 from spark.options.read import Place, Positions, ReadOptions, resolve
 from spark.options.values import BadOption
@@ -200,9 +201,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[StreamRange]:
         upto = Offsets.from_json(end)
         begins = upto.starts_after(Offsets.from_json(start))
-        numbers = self._ask(lambda view: view.streams(missing_ok=True))
+        numbers = upto.numbers
+        if not upto.next.keys() <= numbers.keys():  # it was planned before they were kept
+            numbers = self._ask(lambda view: view.streams(missing_ok=True))
         ranges = [
-            # -1: of a stream that left its super stream after the batch was planned
+            # -1: of a stream that has left its super stream since
             StreamRange(
                 stream, numbers.get(stream, -1), begins[stream], after, upto.seen.get(stream)
             )
@@ -246,9 +249,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return places(self._options.starting, Place.LATEST, extents, view)
 
     def _plan(self, view: ClusterView, begin: Offsets) -> Batch:
-        extents = _extents(view)
         # What this process has seen is newer than what it last wrote down.
         begin = replace(begin, seen={**begin.seen, **self._seen})
+        numbers = view.streams(missing_ok=True)
+        extents = self._extents_not_in_doubt(view, numbers, begin)
         made_again = self._made_again(view, begin, extents)
         if self._options.fail_on_data_loss:
             gone = [stream for stream in begin.next if stream not in extents]
@@ -271,7 +275,30 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
         # Only now: what a failed plan has seen must be found again by the next one.
         self._seen = last_seen(known, begin.seen)
-        return batch
+        return replace(batch, numbers=numbers)
+
+    def _extents_not_in_doubt(
+        self, view: ClusterView, streams: Iterable[str], begin: Offsets
+    ) -> dict[str, Extent]:
+        """What the streams hold. One that had more than was read, and is called empty, is asked
+        again before that counts (`DOUBT`)."""
+        extents = view.extents_of_those_there(streams)
+        deadline = self._clock() + DOUBT
+        while True:
+            doubtful = [
+                stream
+                for stream, extent in extents.items()
+                if extent.is_empty
+                and stream in begin.next
+                and stream in begin.seen
+                and begin.seen[stream].end > begin.next[stream]
+            ]
+            if not doubtful or self._clock() + _TRY_AGAIN > deadline:
+                return extents
+            self._sleep(_TRY_AGAIN)
+            for stream in doubtful:
+                del extents[stream]
+            extents |= view.extents_of_those_there(doubtful)
 
     def _made_again(
         self, view: ClusterView, begin: Offsets, extents: Mapping[str, Extent]

@@ -14,7 +14,8 @@ What it can't know, and asks for:
   one's own that reads a clock is not seen before a batch is repeated, and refused then.
 * The checkpoint is not deleted, or everything comes twice: its query id is the producer's name.
 * Query, options, input and the target's partitions stay as they are while a batch is unfinished:
-  if its rows are others when it is repeated, it is refused.
+  it is refused when it is repeated, by every task if partitions, order or columns are others, and
+  else by the tasks whose streams have other rows of it.
 * A stream remembers 255 names, so as many queries may write to it.
 
 The broker must be reachable from where this is called, as it is asked for the partitions; under
@@ -26,18 +27,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from sharding.errors import LocalError
-from spark.options.values import BadOption
+from spark.options.connect import ConnectOptions
+from spark.options.values import BadOption, Hidden
 from spark.options.write import STREAM_OWNERS, MessageColumns, WriteOptions
 from spark.write.exactly_once_rules import (
     BATCHES,
     StreamOwners,
     check_known_rows,
+    check_known_version,
     check_stored_rows,
     content_check,
     older_checkpoint,
@@ -78,13 +82,14 @@ def exactly_once(
     texts = {name: _text(value) for name, value in options.items()}
     connect, write = parse(texts)
     _check_options(write)
+    _check_shown(rows, connect)
     if not rows.isStreaming:
         rule = "must be a streaming DataFrame: a batch has no id by which Spark repeats it"
         raise BadOption("the rows of exactly_once", rule, "a batch DataFrame")
     columns = MessageColumns.find(write, rows.schema)
     order = _order_columns(order_by, rows.schema)
     _check_deterministic(rows)
-    own = stream_owners(resolve(connect, write).bound, tasks, order)
+    own = stream_owners(resolve(connect, write).bound, tasks, order, columns)
     kept = dict.fromkeys(
         name
         for name in (columns.value, columns.key, columns.properties, columns.headers, *order)
@@ -95,13 +100,19 @@ def exactly_once(
     return placed.writeStream.format(FORMAT).options(**texts, **{STREAM_OWNERS: own.dumps()})
 
 
-def stream_owners(bound: Sequence[str], tasks: int | None, order_by: Sequence[str]) -> StreamOwners:
+def stream_owners(
+    bound: Sequence[str],
+    tasks: int | None,
+    order_by: Sequence[str],
+    columns: MessageColumns | None = None,
+) -> StreamOwners:
     """More tasks than streams would have nothing to do."""
     if tasks is not None and tasks < 1:
         raise BadOption("tasks", "must be at least 1", tasks)
     streams = len(set(bound))
     wanted = streams if tasks is None else min(tasks, streams)
-    return StreamOwners(tuple(bound), wanted, tuple(order_by))
+    names = () if columns is None else astuple(columns)
+    return StreamOwners(tuple(bound), wanted, tuple(order_by), tuple(name or "" for name in names))
 
 
 def _task_column(own: StreamOwners, columns: MessageColumns) -> Column:
@@ -172,6 +183,18 @@ def _exactly(rows: DataFrame, name: str) -> Column:
 def _quoted(name: str) -> str:
     """A column's name as Spark reads it, dots and all."""
     return "`" + name.replace("`", "``") + "`"
+
+
+def _check_shown(rows: DataFrame, connect: ConnectOptions) -> None:
+    """Under Spark Connect the plan of a query is a text, which the server shows and logs with all
+    of its options; Spark hides a password only in those of its own plans."""
+    if connect.credentials.password is not None and not hasattr(rows, "_jdf"):
+        rule = (
+            "must not be given to exactly_once() under Spark Connect, whose server shows it in its "
+            "UI and event log; use passwordFile or passwordEnv (of the server's executors and of "
+            "this process), or WARREN_PASSWORD"
+        )
+        raise BadOption("password", rule, Hidden())
 
 
 def _text(value: object) -> str:
@@ -262,7 +285,7 @@ def publish_task_rows(
     timeout: float,
 ) -> int:
     """Publish all rows; how many there are, if every one is stored. `WouldLoseRows` comes before
-    anything is published to any stream of the task, `RowsDropped` afterwards.
+    the task publishes anything, `RowsDropped` afterwards. A task without streams has no rows.
 
     `last_id` is given a producer's name and a stream, `open_producer` a stream and a name.
 
@@ -274,7 +297,11 @@ def publish_task_rows(
     with ExitStack() as opened:
         producers: dict[int, Producer] = {}
         ids: dict[int, range] = {}
-        for shard in own.shards_of(rows.task):
+        mine = own.shards_of(rows.task)
+        for shard, stream in enumerate(own.streams) if mine else ():
+            if shard not in mine:
+                check_known_version(last_id(name, stream), batch, own.version, stream)
+        for shard in mine:
             stream, count = own.streams[shard], rows.count(shard)
             if last_id(later_name, stream):
                 raise older_checkpoint(stream, batch, "rows of much later batches")
@@ -284,7 +311,8 @@ def publish_task_rows(
                 known = producer.last_publishing_ids[stream]
             else:
                 known = last_id(name, stream)
-            ids[shard] = row_ids(batch, content_check(rows.ordered(shard)), count)
+            check = content_check(rows.ordered(shard))
+            ids[shard] = row_ids(batch, own.version, check, count)
             check_known_rows(known, batch, ids[shard], stream)
         for shard, producer in producers.items():
             left = ids[shard]

@@ -67,7 +67,8 @@ def test_batch_whose_rows_changed_after_it_was_begun_is_stored_once_or_refused(
         with environment.producer(target, name=producer_name(query, 0)) as producer:
             half = [encode_data(body) for _, _, body in ROWS[:500]]
             check = content_check([[encode_data(body) for _, _, body in ROWS]])
-            producer.send_encoded(half, publishing_ids=row_ids(0, check, 500))
+            version = stream_owners([target], 1, ["number"]).version
+            producer.send_encoded(half, publishing_ids=row_ids(0, version, check, 500))
         now = changed(ROWS)
         random.Random(1).shuffle(now := list(now))
         own = stream_owners([target], 1, [order])

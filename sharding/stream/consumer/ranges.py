@@ -5,6 +5,10 @@ Mostly a message at or after the end of the range comes, and that is all. It is 
 when nothing comes for a moment: if the node that is read from has such a message, it will come. If
 not, it may be behind the others, or the range may go past the stream; the leader knows which, and
 its last message becomes the end.
+
+Who has seen more of the stream before says so with `known_end`: no answer that is less ends the
+range. A leader of 3.10 that was just elected calls its stream empty, and can't be asked whether it
+knows (`probe`), so there an empty stream is asked again for a while.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from sharding.stream.consumer.data_loss import is_lost, tell, without_gap
 from sharding.stream.consumer.inbox import Inbox, Lane
 from sharding.stream.consumer.probe import Ends, first_and_last, leader_ends
 from sharding.stream.consumer.subscription import Subscription, check_abilities
-from sharding.stream.errors import DataLost, NoAnswerInTime
+from sharding.stream.errors import DataLost, EndsTooEarly, NoAnswerInTime
 from sharding.stream.messages.chunk import ChunkHeader, parse_header
 from sharding.stream.options import Columns, ConsumerOptions, OnDataLoss, offset_spec
 from sharding.stream.protocol.commands import Metadata, Subscribe, Unsubscribe
@@ -39,6 +43,9 @@ _SILENCE = 0.05
 """How long nothing comes, in seconds, before the end of the range is asked about. Where chunks are
 stored, they follow each other within a few milliseconds."""
 _LONG_SILENCE = 1.0
+DOUBT = 15.0
+"""How long, in seconds, a stream that is called empty by a broker that may not know it is asked
+again, where it is known that it was not. An election takes milliseconds to a few seconds."""
 _TRY_AGAIN = 0.2
 _CLOSE_TIMEOUT = 5.0
 
@@ -77,12 +84,16 @@ def read_range(
     require_replica: bool = False,
     credits: int = ConsumerOptions.credits,  # noqa: A002
     timeout: float = 60,
+    known_end: int = 0,
 ) -> RangeReading:
     """Record batches with exactly the messages at offsets from `first` up to `end`, without it.
 
     What is not stored yet when the reading begins is not waited for. Messages that retention
     deleted raise `DataLost`, unless that may be skipped. If nothing comes for `timeout` seconds
     though it is stored, `Unreachable` is raised; reading may begin again at any offset.
+
+    `known_end` is where the stream is known to have ended once. That it ends earlier now is not
+    believed: it raises `EndsTooEarly`, which is an `Unreachable`.
 
     With `filter_values` the broker leaves out chunks, as it does for consumers.
     """
@@ -102,19 +113,19 @@ def read_range(
     strict = require_replica or access.placement.require_replica
     access = replace(access, placement=replace(access.placement, require_replica=strict))
     read = read_filtered if filter_values else _read_all
-    return RangeReading(read(access, stream, first, end, options))
+    return RangeReading(read(access, stream, first, end, options, min(end, known_end)))
 
 
 def _read_all(
-    access: Access, stream: str, first: int, end: int, options: ConsumerOptions
+    access: Access, stream: str, first: int, end: int, options: ConsumerOptions, known_end: int
 ) -> Generator[tuple[pa.RecordBatch, Broker | None]]:
     position: int | None = first
     while position is not None and position < end:
-        position = yield from _read_on(access, stream, position, end, options)
+        position = yield from _read_on(access, stream, position, end, options, known_end)
 
 
 def _read_on(
-    access: Access, stream: str, first: int, end: int, options: ConsumerOptions
+    access: Access, stream: str, first: int, end: int, options: ConsumerOptions, known_end: int
 ) -> Generator[tuple[pa.RecordBatch, Broker | None], None, int | None]:
     """To the end of the range, or of what there is before a loss that may be skipped: then it
     returns where to begin again."""
@@ -126,6 +137,8 @@ def _read_on(
     subscription = Subscription(lane, inbox, access, options)
     reader = BatchReader(stream, options.columns, access.limits, check_crc=False)
     source, node = None, None
+    doubt: EndsTooEarly | None = None
+    doubt_ends = 0.0
     try:
         subscription.open(access.clock() + timeout)
         silence, give_up = _SILENCE, access.clock() + timeout
@@ -134,15 +147,22 @@ def _read_on(
             taken = inbox.take(min(give_up, now + silence))
             if taken is None:
                 if access.clock() >= give_up:
-                    raise Unreachable(
+                    raise doubt or Unreachable(
                         f"no message of {stream!r} came for {timeout:g} s, "
                         f"at offset {lane.position}"
                     )
+                left = give_up - access.clock()
                 known = _end_of_rows(
-                    access, subscription, end, options.on_data_loss, give_up - access.clock()
+                    access, subscription, end, options.on_data_loss, left, known_end
                 )
-                if known is not None:
-                    end, silence = known.end, _LONG_SILENCE
+                if known is not None and known.doubt is not None:
+                    doubt_ends = doubt_ends if doubt else access.clock() + DOUBT
+                    doubt = known.doubt
+                    if access.clock() >= doubt_ends:
+                        raise doubt
+                    subscription.pause(_TRY_AGAIN)
+                elif known is not None:
+                    doubt, end, silence = None, known.end, _LONG_SILENCE
                     if known.goes_on_at is not None:
                         return known.goes_on_at
                 continue
@@ -156,7 +176,7 @@ def _read_on(
                 raise loss
             for batch in reader.batches(taken.chunks, taken.first, end):
                 yield batch, node
-            give_up = access.clock() + timeout  # after the application had its time
+            doubt, give_up = None, access.clock() + timeout  # after the application had its time
     finally:
         inbox.close()
         subscription.close(access.clock() + _CLOSE_TIMEOUT)
@@ -168,6 +188,8 @@ class _Known(NamedTuple):
     """Of the range, or of the stream if that is earlier."""
     goes_on_at: int | None = None
     """Where the stream begins now, if what was to be read next is deleted."""
+    doubt: EndsTooEarly | None = None
+    """Why that end is not to be believed yet."""
 
 
 def _end_of_rows(
@@ -176,6 +198,7 @@ def _end_of_rows(
     end: int,
     on_data_loss: OnDataLoss,
     timeout: float,
+    known_end: int,
 ) -> _Known | None:
     """None if nobody can say so now. Then there may be no connection: the subscription finds a new
     one, or fails the inbox.
@@ -199,13 +222,24 @@ def _end_of_rows(
             ends = leader_ends(access, stream, deadline - access.clock())
         if ends is None:
             left = deadline - access.clock()
-            _check_empty(client, stream, (position, end), on_data_loss, left)
+            if _tells_it_was_emptied(client, stream, (position, end), on_data_loss, left):
+                return _Known(0)
     except WarrenError as error:
         if not (is_retryable(error) or isinstance(error, NoAnswerInTime)):
             raise
         subscription.pause(_TRY_AGAIN)
         return None
-    return _Known(min(end, ends.last + 1) if ends is not None else 0)
+    if ends is None and known_end and not client.supports(Key.STREAM_STATS):
+        return _Known(0, doubt=EndsTooEarly(stream, known_end, 0))
+    return _Known(min(end, _believed_end(stream, ends, known_end)))
+
+
+def _believed_end(stream: str, ends: Ends | None, known_end: int) -> int:
+    """Where a stream ends, which must not be less than what is known."""
+    found = 0 if ends is None else ends.last + 1
+    if found < known_end:
+        raise EndsTooEarly(stream, known_end, found)
+    return found
 
 
 # A range of a stream from which the broker leaves out chunks, by the filter values in them.
@@ -223,7 +257,7 @@ def _end_of_rows(
 
 
 def read_filtered(
-    access: Access, stream: str, first: int, end: int, options: ConsumerOptions
+    access: Access, stream: str, first: int, end: int, options: ConsumerOptions, known_end: int
 ) -> Generator[tuple[pa.RecordBatch, Broker | None]]:
     """The rows of the chunks that pass the filter, each batch with the node that it came from.
 
@@ -237,9 +271,11 @@ def read_filtered(
     reader = BatchReader(stream, options.columns, access.limits, options.check_crc)
     with _subscriber(access, stream, timeout) as (client, number, chunks):
         check_abilities(client, options)
-        ends = _whole_range(access, client, stream, end, timeout)
+        ends = _whole_range(access, client, stream, end, timeout, known_end)
         if ends is None:
-            _check_empty(client, stream, (first, end), options.on_data_loss, timeout)
+            asked = client, stream, (first, end), options.on_data_loss, timeout
+            if not _tells_it_was_emptied(*asked):
+                _believed_end(stream, ends, known_end)
             return
         position, properties = first, options.subscription_properties(None)
         while position < end:
@@ -259,16 +295,19 @@ def read_filtered(
             position = max(parse_header(chunk).end_offset for chunk in came)
 
 
-def _check_empty(
+def _tells_it_was_emptied(
     client: StreamClient,
     stream: str,
     wanted: tuple[int, int],
     on_data_loss: OnDataLoss,
     timeout: float,
-) -> None:
-    """A stream without messages may have had some, which retention deleted, each and every one."""
-    if client.supports(Key.STREAM_STATS) and is_lost(client, stream, wanted, timeout):
-        tell(DataLost(stream, *wanted), on_data_loss)
+) -> bool:
+    """A stream without messages may have had some, which retention deleted, each and every one:
+    whether that is so, and was told."""
+    if not (client.supports(Key.STREAM_STATS) and is_lost(client, stream, wanted, timeout)):
+        return False
+    tell(DataLost(stream, *wanted), on_data_loss)
+    return True
 
 
 def first_gap(position: int, end: int, came: Iterable[ChunkHeader]) -> tuple[int, int] | None:
@@ -310,13 +349,13 @@ def _subscriber(
 
 
 def _whole_range(
-    access: Access, client: StreamClient, stream: str, end: int, timeout: float
+    access: Access, client: StreamClient, stream: str, end: int, timeout: float, known_end: int
 ) -> Ends | None:
     """Wait until the node holds the range, as far as there are messages; None if there are none."""
     leader = leader_ends(access, stream, timeout)
     if leader is None:
         return None
-    last = min(end - 1, leader.last)
+    last = min(end, _believed_end(stream, leader, known_end)) - 1
     deadline = access.clock() + timeout
     while True:
         ends = first_and_last(client, stream, timeout, access.clock)

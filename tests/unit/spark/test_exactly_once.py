@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +16,13 @@ from hypothesis import strategies as st
 from sharding.outcomes import Report
 from sharding.stream.producer.partitioning import by_hash
 from spark.options.values import BadOption
-from spark.write.exactly_once import BatchTooLarge, TaskRows, publish_task_rows, stream_owners
+from spark.write.exactly_once import (
+    BatchTooLarge,
+    TaskRows,
+    exactly_once,
+    publish_task_rows,
+    stream_owners,
+)
 from spark.write.exactly_once_rules import (
     BATCHES,
     MAX_RANK,
@@ -102,27 +109,36 @@ def run_batch(
     rng: random.Random,
     bound: Sequence[str] = STREAMS,
 ) -> int:
-    """As Spark does: each row to its task, in any order, cut into batches anyhow."""
+    """As Spark does: one task after the other."""
     own = stream_owners(bound, tasks, ["place"])
-    stored = 0
-    for task in range(own.tasks):
-        mine = [row for row in rows if own.shard_of(row[0]) % own.tasks == task]
-        rng.shuffle(mine)
-        held = TaskRows(own, task, max_bytes=1 << 20)
-        while mine:
-            cut = rng.randint(1, len(mine))
-            part, mine = mine[:cut], mine[cut:]
-            add(held, part)
-        stored += publish_task_rows(
-            own,
-            held,
-            query="q",
-            batch=batch,
-            last_id=broker.last_id,
-            open_producer=broker.open,
-            timeout=1,
-        )
-    return stored
+    return sum(run_task(broker, own, task, rows, batch, rng) for task in range(own.tasks))
+
+
+def run_task(
+    broker: ModelBroker,
+    own: StreamOwners,
+    task: int,
+    rows: Sequence[Row],
+    batch: int,
+    rng: random.Random,
+) -> int:
+    """A task with its rows, in any order, cut into batches anyhow."""
+    mine = [row for row in rows if own.shard_of(row[0]) % own.tasks == task]
+    rng.shuffle(mine)
+    held = TaskRows(own, task, max_bytes=1 << 20)
+    while mine:
+        cut = rng.randint(1, len(mine))
+        part, mine = mine[:cut], mine[cut:]
+        add(held, part)
+    return publish_task_rows(
+        own,
+        held,
+        query="q",
+        batch=batch,
+        last_id=broker.last_id,
+        open_producer=broker.open,
+        timeout=1,
+    )
 
 
 def add(held: TaskRows, rows: Sequence[Row]) -> None:
@@ -278,6 +294,48 @@ def test_stream_that_has_rows_of_a_batch_which_now_has_none_for_it_is_refused() 
     assert list(broker.streams.values()) == [[b"m"]]
 
 
+BEGUN = StreamOwners(STREAMS, 3, ("place",), ("value", "key", "", ""))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        replace(BEGUN, bound=(*STREAMS, "a-3"), tasks=4),
+        replace(BEGUN, bound=STREAMS[::-1]),
+        replace(BEGUN, order_by=()),
+        replace(BEGUN, columns=("value", "other", "", "")),
+    ],
+    ids=["a partition more", "partitions in another order", "order", "columns"],
+)
+def test_batch_that_was_begun_otherwise_is_refused_by_every_task_and_can_end_as_it_began(
+    changed: StreamOwners,
+) -> None:
+    """Only the task whose stream had rows refused: rows of the others were stored where they belong
+    now, and then neither version could end the batch."""
+    broker, rng = ModelBroker(), random.Random(1)
+    rows = [(f"k{number}", number, b"%d" % number) for number in range(30)]
+    run_task(broker, BEGUN, 0, rows, 7, rng)
+    before = {stream: list(messages) for stream, messages in broker.streams.items()}
+    for task in range(changed.tasks):
+        with pytest.raises(WouldLoseRows, match=r"has .*rows of batch 7 already"):
+            run_task(broker, changed, task, rows, 7, rng)
+    assert broker.streams == before
+    for tasks in (1, 3):  # how many there are is no matter
+        own = replace(BEGUN, tasks=tasks)
+        assert sum(run_task(broker, own, task, rows, 7, rng) for task in range(tasks)) == 30
+    stored = sorted(int(message) for messages in broker.streams.values() for message in messages)
+    assert stored == list(range(30))
+
+
+def test_checkpoint_older_than_any_stream_is_refused_by_every_task() -> None:
+    broker, rng = ModelBroker(), random.Random(1)
+    rows = [(f"k{number}", number, b"%d" % number) for number in range(30)]
+    run_task(broker, BEGUN, 0, rows, 8, rng)
+    for task in range(3):
+        with pytest.raises(WouldLoseRows, match="has rows of batch 8 of this query already"):
+            run_task(broker, BEGUN, task, rows, 7, rng)
+
+
 def test_stream_that_is_bound_twice_is_one_stream_and_gets_the_keys_of_both() -> None:
     """s09: two tasks published to it under one name, and a third of all rows was lost."""
     broker, rng = ModelBroker(), random.Random(1)
@@ -293,7 +351,7 @@ def test_stream_that_is_bound_twice_is_one_stream_and_gets_the_keys_of_both() ->
 def test_ids_rise_from_batch_to_batch_and_from_row_to_row() -> None:
     last = 0
     for batch in (0, 1, 2, BATCHES - 1):
-        for found in row_ids(batch, content_check([[b"b", b"a"], [b"", b"a"]]), 4):
+        for found in row_ids(batch, 63, content_check([[b"b", b"a"], [b"", b"a"]]), 4):
             assert last < found < 2**63
             last = found
 
@@ -316,15 +374,15 @@ def test_name_changes_before_batches_run_out_and_an_older_name_is_refused() -> N
 
 
 def test_replay_with_fewer_rows_than_are_stored_is_refused() -> None:
-    last = row_ids(2, 77, 3)[1]
-    check_known_rows(last, 2, row_ids(2, 77, 3), "a")
+    last = row_ids(2, 5, 77, 3)[1]
+    check_known_rows(last, 2, row_ids(2, 5, 77, 3), "a")
     with pytest.raises(WouldLoseRows, match="has 2 rows of batch 2 already"):
-        check_known_rows(last, 2, row_ids(2, 77, 1), "a")
+        check_known_rows(last, 2, row_ids(2, 5, 77, 1), "a")
 
 
 def test_more_rows_than_there_are_ranks_are_refused() -> None:
-    with pytest.raises(WouldLoseRows, match="16777215 rows for a stream at most"):
-        check_known_rows(0, 2, row_ids(2, 77, MAX_RANK + 1), "a")
+    with pytest.raises(WouldLoseRows, match="4194303 rows for a stream at most"):
+        check_known_rows(0, 2, row_ids(2, 5, 77, MAX_RANK + 1), "a")
 
 
 def test_rows_of_a_task_are_bounded_and_the_error_names_the_option() -> None:
@@ -341,8 +399,21 @@ def test_more_tasks_than_streams_are_not_made() -> None:
         stream_owners(STREAMS, 0, [])
 
 
+class ConnectFrame:
+    """All that is known of a DataFrame before the broker is asked; the classic one has a `_jdf`."""
+
+    isStreaming = True  # noqa: N815
+
+
+def test_password_is_refused_under_connect_which_would_show_it() -> None:
+    rows: Any = ConnectFrame()
+    with pytest.raises(BadOption, match=r"'password'.*passwordFile or passwordEnv") as told:
+        exactly_once(rows, stream="a", password="Kanarienvogel")
+    assert "Kanarienvogel" not in str(told.value)
+
+
 def test_what_the_tasks_are_told_survives_the_way_there() -> None:
-    own = StreamOwners((*STREAMS, "a-0"), 2, ("place", "other"))
+    own = StreamOwners((*STREAMS, "a-0"), 2, ("place", "other"), ("value", "key", "", ""))
     assert StreamOwners.loads("ownShards", own.dumps()) == own
 
 

@@ -24,7 +24,11 @@ from spark.read.planning import (
 
 def test_offsets_survive_the_checkpoint() -> None:
     offsets = Offsets(
-        {"a-1": 5, "a-0": 2**60}, {"a-1": 3}, seen={"a-1": Seen(9, 7, 1_700)}, lost={"a-0": 4}
+        {"a-1": 5, "a-0": 2**60},
+        {"a-1": 3},
+        seen={"a-1": Seen(9, 7, 1_700)},
+        lost={"a-0": 4},
+        numbers={"a-1": 1, "a-0": 0},
     )
     assert Offsets.from_json(json.loads(json.dumps(offsets.to_json()))) == offsets
     assert Offsets.from_json(Offsets({}, initial=True).to_json()).initial

@@ -414,3 +414,49 @@ def test_a_stream_that_comes_back_goes_on_where_it_was_unless_it_is_another(
     assert spans(query.trigger()) == {"s1": (begin, 60)}
     assert spans(query.repeat()) == {"s1": (begin, 60)}
     assert "left" not in json.loads(query.log[-1])
+
+
+@pytest.mark.parametrize("loss", ["true", "false"])
+def test_stream_with_unread_rows_that_is_called_empty_for_a_moment_is_asked_again(
+    cluster: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """A leader of 3.10 that was just elected: 90 rows were counted as lost."""
+    query = Query(startingOffsets="earliest", maxOffsetsPerTrigger="10", failOnDataLoss=loss)
+    query.trigger()
+    begins = query.start["next"]["s0"]
+    asked: list[str] = []
+
+    def offsets(stream: str) -> Ends | None:
+        if stream == "s0" and len(asked) < 3:
+            asked.append(stream)
+            return None
+        return FakeEnvironment.offsets(cluster, stream)
+
+    monkeypatch.setattr(cluster, "offsets", offsets)
+    found = spans(query.trigger())
+    assert found is not None
+    assert found["s0"][0] == begins
+    assert "lost" not in query.start
+
+
+def test_repeated_batch_has_the_partitions_numbers_that_it_was_planned_with(
+    cluster: FakeEnvironment,
+) -> None:
+    query = Query(startingOffsets="earliest")
+    planned = query.trigger()
+    assert planned is not None
+    cluster.streams = {"s-before": (0, 5), **cluster.streams}
+    del cluster.streams["s0"]
+    assert query.repeat() == planned
+    assert [task.partition for task in planned] == [0, 1]
+
+
+def test_batch_of_a_checkpoint_without_numbers_looks_them_up(cluster: FakeEnvironment) -> None:
+    query = Query(startingOffsets="earliest")
+    planned = query.trigger()
+    without = json.loads(query.log[-1])
+    del without["numbers"]
+    query.log[-1] = json.dumps(without)
+    assert query.repeat() == planned
+    del cluster.streams["s0"]
+    assert [task.partition for task in query.repeat()] == [-1, 0]

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from sharding.errors import InvalidInput, Unreachable
+from sharding.errors import InvalidInput, Unreachable, is_retryable
+from sharding.stream.consumer import ranges
 from sharding.stream.consumer.consumer import Consumer
 from sharding.stream.consumer.data_loss import without_gap
 from sharding.stream.consumer.ranges import RangeReading, read_range
@@ -19,6 +20,7 @@ from sharding.stream.errors import (
     AuthenticationFailed,
     ConnectionLost,
     DataLost,
+    EndsTooEarly,
     NoAnswerInTime,
     NoLeader,
     NotActive,
@@ -1102,6 +1104,62 @@ class TestRange:
 
         cluster.on_connect = connected
         assert self.read(cluster, 0, 10) == list(range(10))
+
+    @staticmethod
+    def elected(cluster: FakeCluster, looks: int) -> None:
+        """The leader delivers nothing to so many connections: it was just elected, and does not
+        know yet what is stored. Until then the replica has one chunk."""
+        left = iter(range(looks))
+
+        def connected(client: FakeClient) -> None:
+            replica = cluster.clients[0]
+            if client is replica:
+                client.visible = 1
+            elif next(left, None) is not None:
+                client.visible = 0
+            else:
+                replica.visible = None
+                replica.deliver()
+
+        cluster.on_connect = connected
+
+    def test_new_leader_that_calls_its_stream_empty_ends_no_range_that_is_known_to_be_there(
+        self,
+    ) -> None:
+        cluster = FakeCluster(5, 5, version=(3, 10, 20))
+        self.elected(cluster, looks=2)
+        assert self.read(cluster, 0, 10, known_end=10) == list(range(10))
+
+    @pytest.mark.parametrize(("timeout", "doubt"), [(2, 1_000), (1_000, 2)])
+    def test_stream_that_stays_empty_though_it_had_messages_may_be_asked_again_later(
+        self, monkeypatch: pytest.MonkeyPatch, timeout: float, doubt: float
+    ) -> None:
+        monkeypatch.setattr(ranges, "DOUBT", doubt)
+        cluster = FakeCluster(5, 5, version=(3, 10, 20))
+        self.elected(cluster, looks=1_000)
+        with pytest.raises(EndsTooEarly, match="is said to be empty, but had messages up") as told:
+            self.read(cluster, 0, 10, known_end=10, timeout=timeout)
+        assert is_retryable(told.value)
+
+    @pytest.mark.parametrize("sizes", [(), (5,)])
+    def test_range_of_a_stream_that_is_shorter_than_is_known_ends_with_an_error(
+        self, sizes: tuple[int, ...]
+    ) -> None:
+        """These say what they know, so they need not be asked again."""
+        reading = self.reading(FakeCluster(*sizes), 0, 7, known_end=900)
+        with pytest.raises(EndsTooEarly, match=r"had messages up to offset 7"):
+            rows(reading)
+
+    def test_known_end_is_no_matter_where_retention_has_passed_it(self) -> None:
+        cluster = FakeCluster(5, 5, 5)
+        cluster.stream.truncate(2)
+        with pytest.raises(DataLost):
+            self.read(cluster, 0, 10, known_end=10)
+        assert self.read(cluster, 0, 10, known_end=10, on_data_loss="skip") == []
+        cluster.stream.chunks.clear()
+        with pytest.raises(DataLost):
+            self.read(cluster, 0, 10, known_end=10)
+        assert self.read(cluster, 0, 10, known_end=10, on_data_loss="skip") == []
 
     def test_rows_lost_to_retention_are_reported(self) -> None:
         cluster = FakeCluster(5, 5, 5)
