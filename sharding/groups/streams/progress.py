@@ -31,6 +31,8 @@ class DeadLetterStore(Protocol):
 
 
 class Turn:
+    """`is_stored` says whether the broker has `mark`; if not, it is to be stored at once."""
+
     def __init__(
         self,
         mark: int | None,
@@ -39,7 +41,11 @@ class Turn:
         options: StreamGroupOptions,
         on_progress: Callable[[bool], None],
         clock: Callable[[], float],
+        *,
+        is_stored: bool = True,
     ) -> None:
+        self.sure = mark if is_stored else None
+        """What the broker has for sure: what this turn sends to be stored may get lost."""
         self._runner = runner
         self._dead_letters = dead_letters
         self._options = options
@@ -49,8 +55,8 @@ class Turn:
         self._worthwhile = max(1, options.prefetch // 10)
         self._most = max(options.prefetch, options.max_ahead)
         self._watermark = Watermark(mark)
-        self._stored = mark
-        self._moved = 0
+        self._stored = self.sure
+        self._moved = 0 if is_stored else 1
         self._since = clock()
         self._over = False
 
