@@ -12,12 +12,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from copy import deepcopy
+from dataclasses import replace
+from typing import Protocol, TypeVar
 
 from sharding.errors import InvalidInput
 from sharding.groups.handling.delivery import Dead, Delivery, Done, Outcome
 from sharding.groups.handling.threads import HandlerThreads
 from sharding.groups.streams.options import StreamGroupOptions
+from sharding.stream.messages.amqp_values import AmqpValue, Described
 from sharding.stream.messages.message import Message
 
 
@@ -95,8 +98,13 @@ class Turn:
         )
         with self._lock:
             self._watermark.begin(offset)
-        # Messages without a key share one lane, so that they keep the partition's order.
-        self._runner.submit(message.key, delivery, lambda outcome: self._on(outcome, delivery))
+        # Messages without a key share one lane, so that they keep the partition's order. The dead
+        # letter holds the message as it came, so the handler gets another one to write into.
+        given = copy_of(message)
+        theirs = Delivery(
+            given.body, delivery.key, stream, given.application_properties, given, offset=offset
+        )
+        self._runner.submit(message.key, theirs, lambda outcome: self._on(outcome, delivery))
 
     def due_at(self) -> float | None:
         """When the offset has to be stored; None while there is nothing new to store."""
@@ -142,6 +150,33 @@ class Turn:
                 self._watermark.given_back(delivery.offset)
             is_first = nothing_new and self._moved > 0
         self._on_progress(is_first)
+
+
+def copy_of(message: Message) -> Message:
+    """The same, with nothing in it that one may write into and the other would see."""
+    # Each message passes here, and `replace` would take twice as long.
+    return Message(
+        message.body,
+        message.key,
+        None if message.properties is None else replace(message.properties),
+        _copy_of(message.application_properties),
+        _copy_of(message.annotations),
+        None if message.value is None else deepcopy(message.value),
+        message.offset,
+        message.timestamp,
+        message.stream,
+    )
+
+
+_Name = TypeVar("_Name")
+
+
+def _copy_of(named: Mapping[_Name, AmqpValue]) -> dict[_Name, AmqpValue]:
+    # To copy a text deeply takes longer than to copy a whole dict of them.
+    return {
+        name: deepcopy(value) if isinstance(value, tuple | dict | Described) else value
+        for name, value in named.items()
+    }
 
 
 # Up to which offset everything is handled, though handlers finish in any order. Pure.
