@@ -244,7 +244,7 @@ class ShardReader:
 # One acknowledgement may stand for all messages up to it, so what ended without a gap from the
 # first one on is acknowledged by one; what ended out of turn, each by its own. The tag sent for
 # several is one that was not acknowledged before: the broker closes a channel at a tag that it does
-# not know.
+# not know. So a message that is said to have ended twice is acknowledged once.
 
 
 class Acknowledgements:
@@ -256,7 +256,7 @@ class Acknowledgements:
 
     def settle(self, tags: Iterable[int]) -> list[tuple[int, bool]]:
         """What to send for these tags: each with whether it stands for all before it too."""
-        new = set(tags)
+        new = {tag for tag in tags if tag > self._through} - self._ahead
         self._ahead |= new
         while self._through + 1 in self._ahead:
             self._through += 1

@@ -195,10 +195,14 @@ class Watermark:
     def __init__(self, mark: int | None = None) -> None:
         self.mark = mark
         """The last offset that is handled together with all before it; None if none is."""
-        self.in_hand = 0
-        """Messages begun of which the outcome is not known."""
+        self._in_hand: set[int] = set()
         self._open: deque[int] = deque()
         self._handled: set[int] = set()
+
+    @property
+    def in_hand(self) -> int:
+        """Messages begun of which the outcome is not known."""
+        return len(self._in_hand)
 
     @property
     def open(self) -> int:
@@ -215,22 +219,24 @@ class Watermark:
         if last is not None and offset <= last:
             raise InvalidInput("offset", f"must be above {last}, the one begun before", offset)
         self._open.append(offset)
-        self.in_hand += 1
+        self._in_hand.add(offset)
 
     def handled(self, offset: int) -> int:
-        """Returns by how many messages the mark moved."""
-        self.in_hand -= 1
+        """Returns by how many messages the mark moved; it may be said twice."""
+        if offset not in self._in_hand:
+            return 0
         self._handled.add(offset)
         moved = 0
         while self._open and self._open[0] in self._handled:
             self.mark = self._open.popleft()
             self._handled.remove(self.mark)
             moved += 1
+        self._in_hand.discard(offset)
         return moved
 
-    def given_back(self, offset: int) -> None:  # noqa: ARG002
+    def given_back(self, offset: int) -> None:
         """It will not be handled in this turn, so the mark will never pass it."""
-        self.in_hand -= 1
+        self._in_hand.discard(offset)
 
 
 class Counts:
