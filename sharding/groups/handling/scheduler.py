@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
 
 from sharding.groups.handling.delivery import (
     Dead,
@@ -51,6 +52,8 @@ class Ticket:
     tries: int = 0
     earlier: int = 0
     """How often it was tried before it was given back and came again."""
+    not_before: float = 0.0
+    """When its next attempt is due."""
     alone: bool = False
     end: Outcome | None = None
     """What became of it; set before anything else that follows from it."""
@@ -96,13 +99,23 @@ class Lanes:
         self._count = 0
 
     def add(
-        self, lane: Hashable, delivery: Delivery, on_done: OnDone, now: float, earlier: int = 0
+        self,
+        lane: Hashable,
+        delivery: Delivery,
+        on_done: OnDone,
+        now: float,
+        earlier: int = 0,
+        not_before: float = 0.0,
     ) -> Ticket:
         self._count += 1
         ticket = Ticket(
             (delivery.shard, lane), delivery, on_done, self._count, now, earlier, earlier
         )
         state = self._lanes.setdefault(ticket.lane, _Lane())
+        if not_before > now and not state.out and not state.waiting:
+            state.out.add(ticket)
+            self.again(Job([ticket], earlier), not_before)
+            return ticket
         state.waiting.append(ticket)
         if not state.out:
             self._ready.setdefault(ticket.lane, now)
@@ -137,6 +150,8 @@ class Lanes:
 
     def again(self, job: Job, at: float) -> None:
         """Run the same job again from `at` on; its lanes stay busy."""
+        for ticket in job.tickets:
+            ticket.not_before = at
         self._count += 1
         heapq.heappush(self._later, (at, self._count, job))
 
@@ -354,6 +369,17 @@ class NotBegun:
     """How a job ended that could not be begun in time: its shard was left, or its lease ran out."""
 
 
+class _Tried(NamedTuple):
+    """What is known of a message that is given back, for when it comes again."""
+
+    body: bytes
+    tries: int
+    not_before: float
+
+
+_UNTRIED = _Tried(b"", 0, 0.0)
+
+
 class Scheduler:
     """`on_stored` is called with a ticket when its dead letter is stored; it must reach
     `stored`."""
@@ -373,7 +399,7 @@ class Scheduler:
         self._with_handler: set[Ticket] = set()
         self._refused: set[str] = set()
         self._forsaken: set[Ticket] = set()
-        self._given_back: dict[str, dict[Hashable, tuple[bytes, int]]] = {}  # tried, by shard
+        self._given_back: dict[str, dict[Hashable, _Tried]] = {}  # by shard and lane
         self._releases: list[tuple[set[Ticket], OnReleased]] = []
         self._stopping = False
         self.counters: Counter[str] = Counter(
@@ -394,10 +420,10 @@ class Scheduler:
         return {**self.counters, **now}
 
     def submit(self, lane: Hashable, delivery: Delivery, on_done: OnDone, now: float) -> None:
-        body, tries = self._given_back.get(delivery.shard, {}).pop(lane, (b"", 0))
-        if not delivery.redelivered or delivery.body != body:
-            tries = 0
-        ticket = self._lanes.add(lane, delivery, on_done, now, tries)
+        tried = self._given_back.get(delivery.shard, {}).pop(lane, _UNTRIED)
+        if not delivery.redelivered or delivery.body != tried.body:
+            tried = _UNTRIED
+        ticket = self._lanes.add(lane, delivery, on_done, now, tried.tries, tried.not_before)
         self._in_hand[ticket] = None
 
     def set_lease(self, shard: str, until: float | None) -> None:
@@ -448,6 +474,8 @@ class Scheduler:
             return settled
         leaving = {ticket for ticket in rest.tickets if self._is_leaving(ticket)}
         for ticket in leaving:
+            if not isinstance(end, NotBegun):
+                ticket.not_before = now + self._options.retry.delay(ticket.tries, self._chance())
             self._remember(ticket)
         settled += [self._settle(t, GivenBack(), now) for t in rest.tickets if t in leaving]
         rest.tickets = [ticket for ticket in rest.tickets if ticket not in leaving]
@@ -589,12 +617,13 @@ class Scheduler:
 
     def _remember(self, ticket: Ticket) -> None:
         """A shard that is taken again brings its messages in the old order: the first of a key is
-        the one that was tried. Its attempts go on where they were, else they would have no end.
-        In batches it is not told which of them were its own, so there they begin again."""
+        the one that was tried. Its attempts go on where they were, else they would have no end,
+        and not before the next one is due, else they would be used up early. In batches it is not
+        told which of them were its own, so there they begin again."""
         if ticket.tries and self._options.batch_size == 1:
             shard, lane = ticket.lane
             tried = self._given_back.setdefault(shard, {})
-            tried[lane] = (ticket.delivery.body, ticket.tries)
+            tried[lane] = _Tried(ticket.delivery.body, ticket.tries, ticket.not_before)
 
     def _give_back(self, ticket: Ticket) -> Settled:
         """For what the lanes have dropped already."""
