@@ -94,17 +94,19 @@ def words_of(error: BaseException) -> str:
     return said.encode("utf-8", "backslashreplace").decode()
 
 
-def kind_of(error: BaseException) -> str:
-    """The name of an error's class, also where that has another idea of its name."""
-    return str(type.__dict__["__name__"].__get__(type(error)))
+def kind_of(value: object) -> str:
+    """The name of a value's class, also where that has another idea of its name."""
+    return str(type.__dict__["__name__"].__get__(type(value)))
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """`value` as an error message shows it: on one line, and not at any length."""
+    """`value` as an error message shows it: on one line, not at any length, and always."""
     try:
-        text = repr(value)
+        text = str.__str__(repr(value))  # it may be of a class of its own
     except ValueError:  # Python refuses to print whole numbers of more than 4,300 digits
-        text = f"a {type(value).__name__} too long to print"
+        text = f"a {kind_of(value)} too long to print"
+    except BaseException:  # it is the application's code; nobody fails with it
+        text = f"a {kind_of(value)} that can't be printed"
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 

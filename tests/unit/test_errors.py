@@ -127,3 +127,17 @@ def test_an_error_that_lies_about_itself_fails_nobody() -> None:
 
 def test_what_an_error_says_can_be_written_anywhere() -> None:
     assert reason(ValueError("Ann \ud83d")) == "Ann \\ud83d"
+
+
+class Unprintable:
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __repr__(self) -> str:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("detached"), RecursionError(), GeneratorExit()])
+def test_a_value_that_can_not_be_printed_is_refused_all_the_same(error: BaseException) -> None:
+    refused = InvalidInput("tenant", "must be text", Unprintable(error))
+    assert str(refused) == "tenant: must be text; found a Unprintable that can't be printed"

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
 
 from sharding.groups.handling.delivery import (
     Dead,
@@ -51,7 +52,13 @@ class Ticket:
     tries: int = 0
     earlier: int = 0
     """How often it was tried before it was given back and came again."""
+    not_before: float = 0.0
+    """When its next attempt is due."""
     alone: bool = False
+    end: Outcome | None = None
+    """What became of it; set before anything else that follows from it."""
+    told: bool = False
+    """Whether its owner has heard of that."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,8 +80,8 @@ class Job:
 @dataclass(slots=True, eq=False)
 class _Lane:
     waiting: deque[Ticket] = field(default_factory=deque)
-    out: int = 0
-    """How many of its messages are taken and not settled; several in a batch."""
+    out: set[Ticket] = field(default_factory=set)
+    """Its messages that are taken and not settled; several in a batch."""
 
 
 class Lanes:
@@ -92,16 +99,27 @@ class Lanes:
         self._count = 0
 
     def add(
-        self, lane: Hashable, delivery: Delivery, on_done: OnDone, now: float, earlier: int = 0
-    ) -> None:
+        self,
+        lane: Hashable,
+        delivery: Delivery,
+        on_done: OnDone,
+        now: float,
+        earlier: int = 0,
+        not_before: float = 0.0,
+    ) -> Ticket:
         self._count += 1
         ticket = Ticket(
             (delivery.shard, lane), delivery, on_done, self._count, now, earlier, earlier
         )
         state = self._lanes.setdefault(ticket.lane, _Lane())
+        if not_before > now and not state.out and not state.waiting:
+            state.out.add(ticket)
+            self.again(Job([ticket], earlier), not_before)
+            return ticket
         state.waiting.append(ticket)
         if not state.out:
             self._ready.setdefault(ticket.lane, now)
+        return ticket
 
     def set_lease(self, shard: str, until: float | None) -> None:
         if until is None:
@@ -132,6 +150,8 @@ class Lanes:
 
     def again(self, job: Job, at: float) -> None:
         """Run the same job again from `at` on; its lanes stay busy."""
+        for ticket in job.tickets:
+            ticket.not_before = at
         self._count += 1
         heapq.heappush(self._later, (at, self._count, job))
 
@@ -141,11 +161,39 @@ class Lanes:
             ticket.alone = True
             self._lanes[ticket.lane].waiting.appendleft(ticket)
         for ticket in tickets:
-            self._free(ticket.lane, now)
+            self.free(ticket, now)
 
     def free(self, ticket: Ticket, now: float) -> None:
         """A message is settled; its lane goes on when all that were taken from it are."""
-        self._free(ticket.lane, now)
+        state = self._lanes.get(ticket.lane)
+        if state is None:
+            return
+        state.out.discard(ticket)
+        if state.out:
+            return
+        if state.waiting:
+            self._ready.setdefault(ticket.lane, now)
+        else:
+            self._lanes.pop(ticket.lane, None)
+
+    def repair(self, out: set[Ticket], lost: Iterable[Ticket], now: float) -> None:
+        """Somebody was interrupted in here: put right what depends on each other.
+
+        `out` is with handlers or being stored, `lost` is nowhere, and goes to the head of its lane.
+        """
+        busy = out.union(*(job.tickets for _, _, job in self._later))
+        for ticket in sorted(lost, key=lambda ticket: -ticket.number):
+            self._lanes.setdefault(ticket.lane, _Lane()).waiting.appendleft(ticket)
+        for id_, state in list(self._lanes.items()):
+            state.out &= busy
+            if state.out or not state.waiting:
+                self._ready.pop(id_, None)
+                if not state.out:
+                    del self._lanes[id_]
+            else:
+                self._ready.setdefault(id_, now)
+        for id_ in self._ready.keys() - self._lanes.keys():
+            del self._ready[id_]
 
     def drop(self, shard: str) -> list[Ticket]:
         """Forget what of a shard is not running now, and return it in order."""
@@ -157,7 +205,7 @@ class Lanes:
             given = [ticket for ticket in job.tickets if ticket.lane[0] == shard]
             job.tickets = [ticket for ticket in job.tickets if ticket.lane[0] != shard]
             for ticket in given:
-                self._lanes[ticket.lane].out -= 1
+                self._lanes[ticket.lane].out.discard(ticket)
             dropped += given
         self._later = [entry for entry in self._later if entry[2].tickets]
         heapq.heapify(self._later)
@@ -193,16 +241,6 @@ class Lanes:
             for shard in dict.fromkeys(id_[0] for id_ in self._lanes)
             for ticket in self.drop(shard)
         ]
-
-    def _free(self, lane: LaneId, now: float) -> None:
-        state = self._lanes[lane]
-        state.out -= 1
-        if state.out:
-            return
-        if state.waiting:
-            self._ready.setdefault(lane, now)
-        else:
-            del self._lanes[lane]
 
     def _due(self, now: float) -> Job | None:
         skipped = []
@@ -254,8 +292,9 @@ class Lanes:
     def _take(self, lane: LaneId) -> Ticket:
         self._ready.pop(lane, None)
         state = self._lanes[lane]
-        state.out += 1
-        ticket = state.waiting.popleft()
+        ticket = state.waiting[0]
+        state.out.add(ticket)
+        state.waiting.popleft()
         self._begun[lane[0]] = max(ticket.number, self._begun.get(lane[0], 0))
         return ticket
 
@@ -330,6 +369,17 @@ class NotBegun:
     """How a job ended that could not be begun in time: its shard was left, or its lease ran out."""
 
 
+class _Tried(NamedTuple):
+    """What is known of a message that is given back, for when it comes again."""
+
+    body: bytes
+    tries: int
+    not_before: float
+
+
+_UNTRIED = _Tried(b"", 0, 0.0)
+
+
 class Scheduler:
     """`on_stored` is called with a ticket when its dead letter is stored; it must reach
     `stored`."""
@@ -344,12 +394,12 @@ class Scheduler:
         self._chance = chance
         self._on_stored = on_stored
         self._lanes = Lanes(options.batch_size, options.batch_wait, options.longest_wait)
-        self._in_hand = 0
+        self._in_hand: dict[Ticket, None] = {}
         self._out: dict[Ticket, None] = {}  # with a handler, or being stored as a dead letter
         self._with_handler: set[Ticket] = set()
         self._refused: set[str] = set()
         self._forsaken: set[Ticket] = set()
-        self._given_back: dict[str, dict[Hashable, tuple[bytes, int]]] = {}  # tried, by shard
+        self._given_back: dict[str, dict[Hashable, _Tried]] = {}  # by shard and lane
         self._releases: list[tuple[set[Ticket], OnReleased]] = []
         self._stopping = False
         self.counters: Counter[str] = Counter(
@@ -359,22 +409,22 @@ class Scheduler:
     @property
     def in_hand(self) -> int:
         """Messages that are submitted and not settled."""
-        return self._in_hand
+        return len(self._in_hand)
 
     def counted(self, *, running: int, lost: int) -> Mapping[str, float]:
         """How many messages or calls ended in which way, and what is in hand now.
 
         How many handlers run, and how many are lost, only who runs them knows.
         """
-        now = {"in_hand": self._in_hand, "running": running, "lost_threads": lost}
+        now = {"in_hand": len(self._in_hand), "running": running, "lost_threads": lost}
         return {**self.counters, **now}
 
     def submit(self, lane: Hashable, delivery: Delivery, on_done: OnDone, now: float) -> None:
-        self._in_hand += 1
-        body, tries = self._given_back.get(delivery.shard, {}).pop(lane, (b"", 0))
-        if not delivery.redelivered or delivery.body != body:
-            tries = 0
-        self._lanes.add(lane, delivery, on_done, now, tries)
+        tried = self._given_back.get(delivery.shard, {}).pop(lane, _UNTRIED)
+        if not delivery.redelivered or delivery.body != tried.body:
+            tried = _UNTRIED
+        ticket = self._lanes.add(lane, delivery, on_done, now, tried.tries, tried.not_before)
+        self._in_hand[ticket] = None
 
     def set_lease(self, shard: str, until: float | None) -> None:
         self._lanes.set_lease(shard, until)
@@ -424,6 +474,8 @@ class Scheduler:
             return settled
         leaving = {ticket for ticket in rest.tickets if self._is_leaving(ticket)}
         for ticket in leaving:
+            if not isinstance(end, NotBegun):
+                ticket.not_before = now + self._options.retry.delay(ticket.tries, self._chance())
             self._remember(ticket)
         settled += [self._settle(t, GivenBack(), now) for t in rest.tickets if t in leaving]
         rest.tickets = [ticket for ticket in rest.tickets if ticket not in leaving]
@@ -475,7 +527,44 @@ class Scheduler:
 
     def stored(self, ticket: Ticket, now: float) -> None:
         """The dead letter is stored; its key goes on."""
-        self._settle(ticket, Done(), now)
+        if ticket in self._in_hand:
+            self._settle(ticket, Done(), now)
+
+    def recover(
+        self, job: Job | None, running: Iterable[Job], failed: Failed, now: float
+    ) -> list[Settled]:
+        """Go on after a call of this class was interrupted at any place, by who works on `job`.
+
+        Nothing that was under way is trusted. What is in hand is known, and where it should be:
+        with handlers (`running`), with whoever stores dead letters, or in its lane. The answer has
+        all of the job that is settled and whose owner may not have heard of it.
+        """
+        tickets = [] if job is None else job.tickets
+        ended: list[Settled] = []
+        if job is not None and self._with_handler.issuperset(tickets):  # it was not touched yet
+            ended = self.finish(job, failed, now)
+        self._with_handler.difference_update(tickets)
+        for ticket in tickets:
+            if ticket.end is not None and not ticket.told:
+                if not isinstance(ticket.end, Dead):
+                    self._settle(ticket, ticket.end, now)
+                if all(ticket is not each for each, _ in ended):
+                    ended.append((ticket, ticket.end))
+        at_work = {ticket for each in running for ticket in each.tickets}
+        waiting = set(self._lanes)
+        lost = [
+            ticket
+            for ticket in self._in_hand
+            if ticket.end is None and ticket not in at_work and ticket not in waiting
+        ]
+        for ticket in lost:
+            ticket.earlier = ticket.tries  # its attempts go on
+        for ticket in waiting.union(lost):
+            self._out.pop(ticket, None)
+            self._with_handler.discard(ticket)
+        leaving = [ticket for ticket in lost if self._is_leaving(ticket)]
+        self._lanes.repair(set(self._out), [t for t in lost if t not in leaving], now)
+        return ended + [self._settle(ticket, GivenBack(), now) for ticket in leaving]
 
     def _is_leaving(self, ticket: Ticket) -> bool:
         return self._stopping or ticket in self._forsaken
@@ -496,7 +585,7 @@ class Scheduler:
             return []
         if isinstance(verdict, OneByOne):
             for ticket in job.tickets:
-                del self._out[ticket]
+                self._out.pop(ticket, None)
             self._lanes.alone(job.tickets, now)
             return []
         ticket = job.tickets[0]
@@ -505,36 +594,39 @@ class Scheduler:
             why, error = Why.TIMEOUT, f"the handler did not return within {end.seconds:g} s"
         else:
             why, error = Why.FAILED, end.error
-        return [(ticket, Dead(why, error, ticket.tries, lambda: self._on_stored(ticket)))]
+        dead = ticket.end = Dead(why, error, ticket.tries, lambda: self._on_stored(ticket))
+        return [(ticket, dead)]
 
     def _wait_again(self, job: Job, at: float) -> None:
         for ticket in job.tickets:
-            del self._out[ticket]
+            self._out.pop(ticket, None)
         if job.tickets:
             self._lanes.again(job, at)
 
     def _settle(self, ticket: Ticket, outcome: Outcome, now: float) -> Settled:
-        self._in_hand -= 1
-        del self._out[ticket]
+        """May be done again, if it was interrupted, and begins and ends with what shows it."""
+        ticket.end = outcome
         self._forsaken.discard(ticket)
         for running, _ in self._releases:
             running.discard(ticket)
         self._lanes.free(ticket, now)
-        if isinstance(outcome, GivenBack):
+        self._out.pop(ticket, None)
+        if self._in_hand.pop(ticket, self) is None and isinstance(outcome, GivenBack):
             self.counters["requeued"] += 1
         return ticket, outcome
 
     def _remember(self, ticket: Ticket) -> None:
         """A shard that is taken again brings its messages in the old order: the first of a key is
-        the one that was tried. Its attempts go on where they were, else they would have no end.
-        In batches it is not told which of them were its own, so there they begin again."""
+        the one that was tried. Its attempts go on where they were, else they would have no end,
+        and not before the next one is due, else they would be used up early. In batches it is not
+        told which of them were its own, so there they begin again."""
         if ticket.tries and self._options.batch_size == 1:
             shard, lane = ticket.lane
             tried = self._given_back.setdefault(shard, {})
-            tried[lane] = (ticket.delivery.body, ticket.tries)
+            tried[lane] = _Tried(ticket.delivery.body, ticket.tries, ticket.not_before)
 
     def _give_back(self, ticket: Ticket) -> Settled:
         """For what the lanes have dropped already."""
-        self._in_hand -= 1
+        self._in_hand.pop(ticket, None)
         self.counters["requeued"] += 1
         return ticket, GivenBack()

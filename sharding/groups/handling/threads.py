@@ -4,8 +4,9 @@ The interface, for whoever reads messages (the *owner*):
 
 * `submit(lane, delivery, on_done)`: have the message handled. Messages of one lane of one shard
   run one after another, in the order of submission; other lanes go on meanwhile. `on_done` is
-  called once, on a thread of the runner, with `Done()`, `Dead(…)` or `GivenBack()`; it must be
-  quick. After `Dead` the lane waits until the owner calls its `stored()`.
+  called on a thread of the runner with `Done()`, `Dead(…)` or `GivenBack()`: once, or again where
+  it was interrupted (see below), which must do no harm; it must be quick. After `Dead` the lane
+  waits until the owner calls its `stored()`.
 * `release(shard, on_released)`: the shard is about to be given up. What is not running is given
   back before this returns, what runs is finished (a failure is given back, not tried again), and
   then, when nothing of the shard is in hand, `on_released` is called. Deliveries submitted to it
@@ -25,7 +26,9 @@ work of one more thread, which only exists where there is a timeout.
 
 No other thread ends before its time, and no message is left unsettled with it, whatever is raised
 where: by the handler, by its error while that is logged, by somebody who throws an error into a
-thread from outside.
+thread from outside. Python can't put such an error off, so it may strike anywhere, also between two
+steps that belong together: what follows from each other is then put right from what is known to be
+in hand, and owners may hear of a message twice.
 """
 
 from __future__ import annotations
@@ -71,13 +74,16 @@ class HandlerThreads:
         self._options = options
         self._on_failure = on_failure
         self._clock = clock
-        lock = threading.RLock()
-        self._changed = threading.Condition(lock)
-        self._jobs = threading.Condition(lock)
+        # Taken as it is: an error thrown into a thread may hit a condition's own `with`, which is
+        # Python, and would leave it locked for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._jobs = threading.Condition(self._lock)
         """What threads without a job wait for; one call for one message must wake one of them."""
         self._scheduler = Scheduler(options, chance, self._on_dead_letter_stored)
         self._running: dict[Job, int] = {}  # on which thread
         self._threads: set[int] = set()
+        self._last: dict[int, Job] = {}  # by thread, what it took last
         self._process = os.getpid()
         self._lost = 0
         self._stopping = False
@@ -89,7 +95,7 @@ class HandlerThreads:
 
     @property
     def counters(self) -> Mapping[str, float]:
-        with self._changed:
+        with self._lock:
             return self._scheduler.counted(running=len(self._running), lost=self._lost)
 
     @property
@@ -98,7 +104,7 @@ class HandlerThreads:
         return threading.get_ident() in self._threads
 
     def submit(self, lane: Hashable, delivery: Delivery, on_done: OnDone) -> None:
-        with self._changed:
+        with self._lock:
             refused = self._stopping or self._scheduler.is_released(delivery.shard)
             if not refused:
                 self._scheduler.submit(lane, delivery, on_done, self._clock())
@@ -107,33 +113,33 @@ class HandlerThreads:
             on_done(GivenBack())
 
     def release(self, shard: str, on_released: OnReleased) -> None:
-        with self._changed:
+        with self._lock:
             settled, at_once = self._scheduler.release(shard, on_released)
         tell(settled)
         if at_once:
             on_released()
 
     def trim(self, shard: str) -> None:
-        with self._changed:
+        with self._lock:
             settled = self._scheduler.trim(shard)
         tell(settled)
 
     def accept(self, shard: str) -> None:
-        with self._changed:
+        with self._lock:
             self._scheduler.accept(shard)
 
     def set_lease(self, shard: str, until: float | None) -> None:
-        with self._changed:
+        with self._lock:
             self._scheduler.set_lease(shard, until)
             self._jobs.notify_all()
 
     def waiting_since(self) -> Mapping[str, float]:
-        with self._changed:
+        with self._lock:
             return self._scheduler.waiting_since()
 
     def wind_down(self) -> None:
         """Begin nothing more, and give back what is not running."""
-        with self._changed:
+        with self._lock:
             self._stopping = True
             settled = self._scheduler.stop()
             self._notify_all()
@@ -142,20 +148,27 @@ class HandlerThreads:
     def stop(self, timeout: float) -> bool:
         """Give back what is not running and wait for the rest; whether it ended in time."""
         self.wind_down()
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: not self._scheduler.in_hand, timeout)
 
     # The threads.
 
-    def _add_thread(self) -> None:
-        threading.Thread(target=self._work, name="warren-handler", daemon=True).start()
+    def _add_thread(self, *left: Job | None) -> None:
+        """`left` is what another thread took last that has ended before its time."""
+        threading.Thread(target=self._work, args=left, name="warren-handler", daemon=True).start()
 
-    def _work(self) -> None:
+    def _work(self, *left: Job | None) -> None:
         me = threading.get_ident()
         self._threads.add(me)
         try:
+            if left:
+                self._recover(left[0], Failed("a thread for handlers has ended"))
+                left = ()
             while not self._work_on_jobs(me):
                 continue
+        except BaseException as error:  # while it dealt with another one
+            logger.error("a thread for handlers is replaced after %s", failure_of(error).error)
+            self._add_thread(*(left or (self._last.get(me),)))
         finally:
             self._threads.discard(me)
 
@@ -171,16 +184,17 @@ class HandlerThreads:
         except BaseException as error:
             failed = failure_of(error)
             logger.error("a thread for handlers goes on after %s", failed.error)
-            self._settle_what_is_left(me, failed)
+            self._recover(self._last.get(me), failed)
             return False
         return True
 
     def _next_job(self, me: int) -> Job | None:
-        with self._changed:
+        with self._lock:
             while not self._stopping:
                 now = self._clock()
                 job = self._scheduler.next_job(now)
                 if job is not None:
+                    self._last[me] = job
                     self._running[job] = me
                     return job
                 at = self._scheduler.next_time(now)
@@ -201,14 +215,14 @@ class HandlerThreads:
 
     def _finish(self, job: Job, error: BaseException | None) -> bool:
         """Whether this thread goes on: one that was given up for lost ends here."""
-        with self._changed:
+        with self._lock:
             if job.abandoned:
                 self._lost -= 1
                 return False
         failed = None if error is None else failure_of(error)
         if error is not None and failed is not None:
             log_failure(job, error, failed)
-        with self._changed:
+        with self._lock:
             if job.abandoned:  # just now
                 self._lost -= 1
                 return False
@@ -216,20 +230,25 @@ class HandlerThreads:
         self._after(settled)
         return True
 
-    def _settle_what_is_left(self, thread: int, failed: Failed) -> None:
-        with self._changed:
-            left = [job for job, its_thread in self._running.items() if its_thread == thread]
-            settled = [each for job in left for each in self._settle(job, failed)]
+    def _recover(self, left: Job | None, failed: Failed) -> None:
+        """Go on where a thread was interrupted, wherever that was; may be done again."""
+        with self._lock:
+            if left is not None and left.abandoned:
+                left = None  # it was settled when it was given up
+            running = [job for job in self._running if job is not left]
+            settled = self._scheduler.recover(left, running, failed, self._clock())
+            if left is not None:
+                self._running.pop(left, None)
         self._after(settled)
 
     def _settle(self, job: Job, end: Failed | Hung | None) -> list[Settled]:
         settled = self._scheduler.finish(job, end, self._clock())
-        del self._running[job]
+        self._running.pop(job, None)
         return settled
 
     def _after(self, settled: list[Settled]) -> None:
         tell(settled)
-        with self._changed:
+        with self._lock:
             released = self._scheduler.take_released()
             self._notify_all()
         for call in released:
@@ -240,7 +259,7 @@ class HandlerThreads:
         self._changed.notify_all()
 
     def _on_dead_letter_stored(self, ticket: Ticket) -> None:
-        with self._changed:
+        with self._lock:
             self._scheduler.stored(ticket, self._clock())
         self._after([])
 
@@ -250,7 +269,7 @@ class HandlerThreads:
         limit = self._options.handler_timeout
         assert limit is not None
         while True:
-            with self._changed:
+            with self._lock:
                 now = self._clock()
                 hung = [job for job in self._running if now - job.begun >= limit]
                 if not hung:
@@ -263,7 +282,7 @@ class HandlerThreads:
                 self._give_up(job, limit)
 
     def _give_up(self, job: Job, limit: float) -> None:
-        with self._changed:
+        with self._lock:
             if job not in self._running:
                 return
             job.abandoned = True
@@ -319,9 +338,16 @@ def log_failure(job: Job, error: BaseException, failed: Failed) -> None:
 
 
 def tell(settled: list[Settled]) -> None:
-    """Call the owner, outside of any lock; what it raises must not end a thread of ours."""
+    """Call the owner, outside of any lock; what it raises must not end a thread of ours.
+
+    It is asked once more then, since the error may have been thrown in from outside: to hear of a
+    message twice does no harm, and of one that nobody heard of, it waits for ever.
+    """
     for ticket, outcome in settled:
-        try:
-            ticket.on_done(outcome)
-        except Exception as error:
-            logger.error("the owner of a message failed to settle it", exc_info=error)
+        for _ in range(2):
+            try:
+                ticket.on_done(outcome)
+                break
+            except Exception as error:
+                logger.error("the owner of a message failed to settle it", exc_info=error)
+        ticket.told = True

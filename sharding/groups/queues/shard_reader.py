@@ -13,6 +13,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from sharding.amqp.received import EncodedProperties
@@ -81,7 +82,7 @@ class ShardReader:
         self._settled: deque[int] = deque()
         self._woken = False
         self._acknowledgements = Acknowledgements()
-        self._leaving = False
+        self._leaving = asyncio.Event()
         self._storing: set[asyncio.Task[None]] = set()
 
     async def start(self, session: Session, options: GroupOptions, *, until: float) -> None:
@@ -102,7 +103,7 @@ class ShardReader:
 
     async def give_up(self) -> None:
         """Finish what is running, acknowledge it, and let the next worker have the shard."""
-        self._leaving = True
+        self.wind_down()
         released = self._loop.create_future()
         self._runner.release(self.shard, lambda: self._from_any_thread(released))
         await asyncio.wait([released, self.channel.closed], return_when=asyncio.FIRST_COMPLETED)
@@ -110,18 +111,18 @@ class ShardReader:
 
     def wind_down(self) -> None:
         """Store dead letters once more at most: whoever reads the shard next gets the rest."""
-        self._leaving = True
+        self._leaving.set()
 
     async def close(self) -> None:
         """Acknowledge what is done, and close the channel."""
-        self._leaving = True
+        self.wind_down()
         self._acknowledge()
         await self.channel.wait_closed()
         self.forget()
 
     def forget(self) -> None:
         """The channel is closed: what it delivered belongs to others now."""
-        self._leaving = True
+        self.wind_down()
         self._runner.release(self.shard, lambda: None)
         self._runner.set_lease(self.shard, None)
 
@@ -212,7 +213,7 @@ class ShardReader:
     async def _stored(self, message: Message, dead: Dead) -> bool:
         assert self._dead_letters is not None  # nothing is dead where they have no place
         failures = 0
-        while not self.channel.closed.done():
+        while not self.channel.closed.done() and not (failures and self._leaving.is_set()):
             try:
                 await self._dead_letters.store(message, self.shard, dead)
                 return True
@@ -222,11 +223,10 @@ class ShardReader:
             except Exception:
                 logger.exception("a dead letter of %r can't be stored", self.shard)
             self._counters["dead_letter_failures"] += 1
-            if self._leaving:
-                break
             failures += 1
-            pause = _BACKOFF.pause(failures, _random.random())
-            await asyncio.wait([self.channel.closed], timeout=pause)
+            with suppress(TimeoutError):  # a channel that closes is forgotten, and so left too
+                async with asyncio.timeout(_BACKOFF.pause(failures, _random.random())):
+                    await self._leaving.wait()
         return False
 
     def _from_any_thread(self, future: asyncio.Future[None]) -> None:
@@ -244,7 +244,7 @@ class ShardReader:
 # One acknowledgement may stand for all messages up to it, so what ended without a gap from the
 # first one on is acknowledged by one; what ended out of turn, each by its own. The tag sent for
 # several is one that was not acknowledged before: the broker closes a channel at a tag that it does
-# not know.
+# not know. So a message that is said to have ended twice is acknowledged once.
 
 
 class Acknowledgements:
@@ -256,7 +256,7 @@ class Acknowledgements:
 
     def settle(self, tags: Iterable[int]) -> list[tuple[int, bool]]:
         """What to send for these tags: each with whether it stands for all before it too."""
-        new = set(tags)
+        new = {tag for tag in tags if tag > self._through} - self._ahead
         self._ahead |= new
         while self._through + 1 in self._ahead:
             self._through += 1
@@ -289,15 +289,21 @@ class DeadLetters:
         self._wall_clock = wall_clock
         self._channel: Channel | None = None
         self._turn = asyncio.Lock()
+        self._unanswered = 0
 
     async def store(self, message: Message, shard: str, dead: Dead) -> None:
         """Return when the broker has it; a `RemoteError` or `TimeoutError` says that it may not."""
         at = self._wall_clock()
+        before = self._unanswered
         async with self._turn:
+            if self._unanswered != before:
+                # Each of those that wait would wait as long again, and their shard with them.
+                raise TimeoutError
             try:
                 async with asyncio.timeout(self._timeout):
                     await self._publish(message, shard, dead, at)
-            except BaseException:
+            except BaseException as error:
+                self._unanswered += isinstance(error, TimeoutError)
                 # A late confirm would be taken for the next one's.
                 self._leave_channel()
                 raise

@@ -2,8 +2,9 @@
 
 A thread publishes what waits and holds each message's key until the broker has confirmed the
 letter. What was refused, or is of unknown outcome, is sent again after a pause: a letter may be
-there twice, and is never lost. The letter has the body, the key and the properties of the message;
-its application properties too, and beside them why, where and when, as far as that can be written.
+there twice, and is never lost. Nothing ends the thread: no other one would store what waits. The
+letter has the body, the key and the properties of the message; its application properties too, and
+beside them why, where and when, as far as that can be written.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from sharding.backoff import Backoff
-from sharding.errors import InvalidInput, WarrenError, reason
+from sharding.errors import WarrenError, reason
 from sharding.groups.handling.delivery import Dead, Delivery
 from sharding.groups.log import logger
 from sharding.groups.streams.progress import Counts
@@ -94,7 +95,7 @@ class DeadLetters:
                     pause = _BACKOFF.pause(failures, _random.random())
                     self._changed.wait_for(lambda: self._closed, pause)
         for letter in self._waiting:
-            letter.dead.stored()
+            _call(letter.dead.stored)
         self._let_go()
 
     def _next(self) -> list[_Letter]:
@@ -110,34 +111,39 @@ class DeadLetters:
                 if letter.still():  # asked once: a turn may end at any moment
                     wanted.append(letter)
                 else:
-                    letter.dead.stored()
+                    _call(letter.dead.stored)
             if wanted:
                 return wanted
 
     def _store(self, letters: list[_Letter]) -> list[_Letter]:
         """Returns what has to be sent again."""
+        rest = []
+        written = []
         try:
             producer = self._open()
-            room = producer.largest_message
-            written = [
-                letter_of(each.delivery, each.dead, each.time, self._group, room)
-                for each in letters
-            ]
-            numbers = producer.send_encoded([each.encoded for each in written])
+            for each in letters:
+                made = self._write(each, producer.largest_message)
+                if made is None:
+                    rest.append(each)
+                else:
+                    written.append((each, made))
+            if not written:
+                return rest
+            numbers = producer.send_encoded([made.encoded for _, made in written])
             reports = [producer.flush(_FLUSH_TIMEOUT)]
             if not reports[0].all_stored:
                 reports.append(producer.close(_CLOSE_TIMEOUT))  # nothing is pending after that
-        except WarrenError as error:
-            logger.warning("%d dead letters for %s wait: %s", len(letters), self._stream, error)
+        except Exception as error:
+            self._warn(len(letters), error)
             self._let_go()
             return letters
         failed = {each.number: each.reason for report in reports for each in report.not_stored}
         # Where some are not named, any may be among them.
         is_named = not any(report.omitted for report in reports)
-        rest = []
-        for number, letter, (_, left_out) in zip(numbers, letters, written, strict=True):
+        unstored = []
+        for number, (letter, (_, left_out)) in zip(numbers, written, strict=True):
             if number in failed or not is_named:
-                rest.append(letter)
+                unstored.append(letter)
                 continue
             self._counts.add("dead_lettered")
             logger.warning(
@@ -149,14 +155,29 @@ class DeadLetters:
                 letter.dead.why,
                 letter.dead.error,
             )
-            letter.then()
-            letter.dead.stored()
-        if rest:
+            _call(letter.then)
+            _call(letter.dead.stored)
+        if unstored:
             why = next(iter(failed.values()), "it is not known which are stored")
-            logger.warning("%d dead letters for %s wait: %s", len(rest), self._stream, why)
+            logger.warning("%d dead letters for %s wait: %s", len(unstored), self._stream, why)
         if len(reports) > 1:
             self._let_go()
-        return rest
+        return rest + unstored
+
+    def _write(self, letter: _Letter, room: int) -> Letter | None:
+        """None where that fails now; the others must not wait for it."""
+        try:
+            return letter_of(letter.delivery, letter.dead, letter.time, self._group, room)
+        except Exception as error:
+            self._warn(1, error)
+            return None
+
+    def _warn(self, count: int, error: Exception) -> None:
+        logger.warning(
+            "%d dead letters for %s wait: %s",
+            *(count, self._stream, reason(error)),
+            exc_info=None if isinstance(error, WarrenError) else error,
+        )
 
     def _open(self) -> Producer:
         if self._producer is None:
@@ -168,8 +189,16 @@ class DeadLetters:
     def _let_go(self) -> None:
         producer, self._producer = self._producer, None
         if producer is not None:
-            with suppress(WarrenError):
+            with suppress(Exception):
                 producer.close(_CLOSE_TIMEOUT)
+
+
+def _call(owner: Callable[[], None]) -> None:
+    """What the owner of a message raises must not end the thread."""
+    try:
+        owner()
+    except Exception as error:
+        logger.error("the owner of a message failed to settle it", exc_info=error)
 
 
 class Letter(NamedTuple):
@@ -188,12 +217,14 @@ def letter_of(delivery: Delivery, dead: Dead, moment: datetime, group: str, room
     """The dead letter of a message, of `room` bytes at most."""
     message = delivery.properties
     assert isinstance(message, Message)
-    parts: dict[str, dict[str, Any]] = {
-        "body": {"body": delivery.body},
-        "key": {"key": message.key},
-        "properties": {"properties": message.properties},
-        "application properties": {"application_properties": message.application_properties},
-        "annotations": {
+    whole: dict[str, Callable[[], dict[str, Any]]] = {
+        "body": lambda: {"body": delivery.body},
+        "key": lambda: {"key": message.key},
+        "properties": lambda: {"properties": message.properties},
+        "application properties": lambda: {
+            "application_properties": message.application_properties
+        },
+        "annotations": lambda: {
             "annotations": {str(name): value for name, value in message.annotations.items()}
         },
     }
@@ -207,11 +238,13 @@ def letter_of(delivery: Delivery, dead: Dead, moment: datetime, group: str, room
         "x-warren-group": group,
     }
     left_out: list[str] = []
+    parts: dict[str, dict[str, Any]] = {}
     sizes: dict[str, int] = {}
-    for name, part in parts.items():
+    for name, part in whole.items():
         try:
-            sizes[name] = len(encode_message(**{"body": b""} | part))
-        except (InvalidInput, ValueError, TypeError) as error:
+            parts[name] = part()
+            sizes[name] = len(encode_message(**{"body": b""} | parts[name]))
+        except Exception as error:  # whatever is wrong with it, the rest is stored
             left_out.append(f"{name}: {reason(error)}"[:_SAID])
     while True:
         kept = {field: value for name in sizes for field, value in parts[name].items()}

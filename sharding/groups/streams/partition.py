@@ -225,7 +225,14 @@ class PartitionReader:
         shared = self._shared
         mark = position - 1 if position else None
         self._turn = Turn(
-            mark, shared.runner, shared.dead_letters, shared.options, self._on_progress, self._clock
+            mark,
+            shared.runner,
+            shared.dead_letters,
+            shared.options,
+            self._on_progress,
+            self._clock,
+            # What this worker handled in a turn that was lost, the broker may not have.
+            is_stored=mark is None or mark != self.handled,
         )
         self._renew_at = 0.0
         shared.runner.accept(self.stream)
@@ -259,10 +266,10 @@ class PartitionReader:
             shared.counts.add("late_handovers")
             logger.warning("%s: given up while a handler is at work on it", self.stream)
         shared.runner.set_lease(self.stream, None)
-        offset = turn.to_store()
         self.handled = turn.end()
-        if keep and offset is not None:
-            self._offsets.store_surely(offset, deadline)
+        # Also what was sent to be stored before: nobody has seen it arrive.
+        if keep and self.handled is not None and self.handled != turn.sure:
+            self._offsets.store_surely(self.handled, deadline)
         self._turn = None
         shared.counts.add("released" if keep else "lost")
         logger.info("%s: given up, handled up to offset %s", self.stream, self.handled)

@@ -12,12 +12,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from copy import deepcopy
+from dataclasses import replace
+from typing import Protocol, TypeVar
 
 from sharding.errors import InvalidInput
 from sharding.groups.handling.delivery import Dead, Delivery, Done, Outcome
 from sharding.groups.handling.threads import HandlerThreads
 from sharding.groups.streams.options import StreamGroupOptions
+from sharding.stream.messages.amqp_values import AmqpValue, Described
 from sharding.stream.messages.message import Message
 
 
@@ -31,6 +34,8 @@ class DeadLetterStore(Protocol):
 
 
 class Turn:
+    """`is_stored` says whether the broker has `mark`; if not, it is to be stored at once."""
+
     def __init__(
         self,
         mark: int | None,
@@ -39,7 +44,11 @@ class Turn:
         options: StreamGroupOptions,
         on_progress: Callable[[bool], None],
         clock: Callable[[], float],
+        *,
+        is_stored: bool = True,
     ) -> None:
+        self.sure = mark if is_stored else None
+        """What the broker has for sure: what this turn sends to be stored may get lost."""
         self._runner = runner
         self._dead_letters = dead_letters
         self._options = options
@@ -49,8 +58,8 @@ class Turn:
         self._worthwhile = max(1, options.prefetch // 10)
         self._most = max(options.prefetch, options.max_ahead)
         self._watermark = Watermark(mark)
-        self._stored = mark
-        self._moved = 0
+        self._stored = self.sure
+        self._moved = 0 if is_stored else 1
         self._since = clock()
         self._over = False
 
@@ -89,8 +98,13 @@ class Turn:
         )
         with self._lock:
             self._watermark.begin(offset)
-        # Messages without a key share one lane, so that they keep the partition's order.
-        self._runner.submit(message.key, delivery, lambda outcome: self._on(outcome, delivery))
+        # Messages without a key share one lane, so that they keep the partition's order. The dead
+        # letter holds the message as it came, so the handler gets another one to write into.
+        given = copy_of(message)
+        theirs = Delivery(
+            given.body, delivery.key, stream, given.application_properties, given, offset=offset
+        )
+        self._runner.submit(message.key, theirs, lambda outcome: self._on(outcome, delivery))
 
     def due_at(self) -> float | None:
         """When the offset has to be stored; None while there is nothing new to store."""
@@ -138,6 +152,33 @@ class Turn:
         self._on_progress(is_first)
 
 
+def copy_of(message: Message) -> Message:
+    """The same, with nothing in it that one may write into and the other would see."""
+    # Each message passes here, and `replace` would take twice as long.
+    return Message(
+        message.body,
+        message.key,
+        None if message.properties is None else replace(message.properties),
+        _copy_of(message.application_properties),
+        _copy_of(message.annotations),
+        None if message.value is None else deepcopy(message.value),
+        message.offset,
+        message.timestamp,
+        message.stream,
+    )
+
+
+_Name = TypeVar("_Name")
+
+
+def _copy_of(named: Mapping[_Name, AmqpValue]) -> dict[_Name, AmqpValue]:
+    # To copy a text deeply takes longer than to copy a whole dict of them.
+    return {
+        name: deepcopy(value) if isinstance(value, tuple | dict | Described) else value
+        for name, value in named.items()
+    }
+
+
 # Up to which offset everything is handled, though handlers finish in any order. Pure.
 #
 #     begun     10 11 12 14 15        13 was never a message: stored offsets take an offset too
@@ -154,10 +195,14 @@ class Watermark:
     def __init__(self, mark: int | None = None) -> None:
         self.mark = mark
         """The last offset that is handled together with all before it; None if none is."""
-        self.in_hand = 0
-        """Messages begun of which the outcome is not known."""
+        self._in_hand: set[int] = set()
         self._open: deque[int] = deque()
         self._handled: set[int] = set()
+
+    @property
+    def in_hand(self) -> int:
+        """Messages begun of which the outcome is not known."""
+        return len(self._in_hand)
 
     @property
     def open(self) -> int:
@@ -174,22 +219,24 @@ class Watermark:
         if last is not None and offset <= last:
             raise InvalidInput("offset", f"must be above {last}, the one begun before", offset)
         self._open.append(offset)
-        self.in_hand += 1
+        self._in_hand.add(offset)
 
     def handled(self, offset: int) -> int:
-        """Returns by how many messages the mark moved."""
-        self.in_hand -= 1
+        """Returns by how many messages the mark moved; it may be said twice."""
+        if offset not in self._in_hand:
+            return 0
         self._handled.add(offset)
         moved = 0
         while self._open and self._open[0] in self._handled:
             self.mark = self._open.popleft()
             self._handled.remove(self.mark)
             moved += 1
+        self._in_hand.discard(offset)
         return moved
 
-    def given_back(self, offset: int) -> None:  # noqa: ARG002
+    def given_back(self, offset: int) -> None:
         """It will not be handled in this turn, so the mark will never pass it."""
-        self.in_hand -= 1
+        self._in_hand.discard(offset)
 
 
 class Counts:

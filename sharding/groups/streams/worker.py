@@ -19,7 +19,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
-from sharding.errors import WarrenError
+from sharding.errors import WarrenError, reason
+from sharding.groups.handling.delivery import GroupFailed
 from sharding.groups.handling.threads import HandlerThreads
 from sharding.groups.log import logger
 from sharding.groups.options import GroupOptions
@@ -39,7 +40,7 @@ from sharding.stream.admin import check_stream_name
 from sharding.stream.connections.access import Access
 from sharding.stream.consumer.consumer import Consumer
 from sharding.stream.environment import StreamEnvironment
-from sharding.stream.errors import StreamNotFound
+from sharding.stream.errors import AccessRefused, StreamNotFound
 from sharding.stream.options import StreamArguments
 from sharding.stream.producer.producer import Producer
 from sharding.stream.protocol.constants import MIB
@@ -110,7 +111,15 @@ class StreamWorker:
             self.look_again,
         )
         self._members = StreamMembers(
-            environment, stream, group, me, options, self._clock, self.held, self.look_again
+            environment,
+            stream,
+            group,
+            me,
+            options,
+            self._clock,
+            self.held,
+            on_heard=self.look_again,
+            on_failure=self._fail,
         )
         self._assignment = Assignment(me, options)
         self._readers: dict[str, PartitionReader] = {}
@@ -174,8 +183,11 @@ class StreamWorker:
         try:
             work()
         except Exception as error:
-            if not self._winding_down:
-                self._on_failure(error)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._winding_down:
+            self._on_failure(error)
 
     def _look_on(self) -> None:
         announced = frozenset[str]()
@@ -259,7 +271,9 @@ def members_stream(stream: str) -> str:
 
 
 class StreamMembers:
-    """`held` says what to announce; `on_heard` is called when the others may have changed."""
+    """`held` says what to announce; `on_heard` is called when the others may have changed, and
+    `on_failure` when this worker can never take part.
+    """
 
     def __init__(
         self,
@@ -271,6 +285,7 @@ class StreamMembers:
         clock: Callable[[], float],
         held: Callable[[], frozenset[str]],
         on_heard: Callable[[], None],
+        on_failure: Callable[[GroupFailed], None],
     ) -> None:
         self._environment = environment
         self._stream = members_stream(stream)
@@ -280,6 +295,7 @@ class StreamMembers:
         self._clock = clock
         self._held = held
         self._on_heard = on_heard
+        self._on_failure = on_failure
         self._lock = threading.Lock()
         self._roster = Roster(me, options.settle_time, options.member_timeout)
         self._joined_at: float | None = None
@@ -289,9 +305,13 @@ class StreamMembers:
         self._closed = False
         self._consumer: Consumer | None = None
         self._producer: Producer | None = None
+        self._trouble: dict[str, str] = {}  # what can't be done with the others, and why
         self._threads = [
-            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
-            for work, name in ((self._hear, "warren-hears"), (self._tell, "warren-tells"))
+            threading.Thread(target=self._guarded, args=(work, what), name=name, daemon=True)
+            for work, what, name in (
+                (self._hear, "heard", "warren-hears"),
+                (self._tell, "told anything", "warren-tells"),
+            )
         ]
 
     def start(self) -> None:
@@ -333,22 +353,47 @@ class StreamMembers:
         if not self._environment.exists(self._stream):
             self._environment.create_stream(self._stream, _KEPT, exist_ok=True)
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _guarded(self, work: Callable[[], None], what: str) -> None:
         """Do the work again until it is closed: nothing may end a thread that nobody watches."""
         while not self._closed:
             try:
                 work()
-            except WarrenError as error:
-                logger.info("the other workers can't be reached: %s", error)
-            except Exception:
-                logger.exception("the other workers can't be reached")
+            except AccessRefused as error:
+                # A right that is missing stays missing. Only the stream may be made by others.
+                if error.command != "Create":
+                    self._fail(error)
+                    return
+                self._note(what, error)
+            except Exception as error:
+                self._note(what, error)
             with self._news:
                 self._news.wait_for(lambda: self._closed, _TRY_AGAIN)
+
+    def _fail(self, error: AccessRefused) -> None:
+        if not self._closed:
+            self._on_failure(
+                GroupFailed(
+                    f"the broker refuses a right that a worker needs: {error}; docs/groups.md "
+                    "lists them"
+                )
+            )
+
+    def _note(self, what: str, error: Exception) -> None:
+        if self._closed:
+            return
+        before, self._trouble[what] = self._trouble.get(what), reason(error)
+        takes_nothing = what == "heard" and self._joined_at is None
+        effect = ", and no partition is taken before" if takes_nothing else ""
+        if not isinstance(error, WarrenError):
+            logger.exception("the other workers can't be %s%s", what, effect)
+        elif before != self._trouble[what]:  # it is tried every second
+            logger.warning("the other workers can't be %s%s: %s", what, effect, reason(error))
 
     def _hear(self) -> None:
         self._make()  # somebody may have deleted it
         with self._environment.consumer(self._stream, offset="next") as consumer:
             self._consumer = consumer
+            self._trouble.pop("heard", None)
             if self._joined_at is None:
                 self._joined_at = self._clock()
             self._next = Kind.HELLO
@@ -365,6 +410,7 @@ class StreamMembers:
     def _tell(self) -> None:
         interval = self._options.announce_interval
         with self._environment.producer(self._stream, linger=0) as producer:
+            self._trouble.pop("told anything", None)
             while not self._closed:
                 with self._news:
                     self._news.wait_for(lambda: self._wanted or self._closed, interval)

@@ -394,6 +394,38 @@ def test_a_message_in_hand_for_too_long_is_not_tried_again_before_its_shard_is_t
     assert [each.attempt for each in job.deliveries()] == [2]
 
 
+@pytest.mark.parametrize(
+    ("renewed", "while_running"), [(0, False), (1, False), (3, False), (1, True), (3, True)]
+)
+def test_a_shard_that_is_taken_anew_uses_up_no_attempt_early(
+    renewed: int, while_running: bool
+) -> None:
+    runner = Runner()
+    runner.add("a1")
+    runner.now = 10
+    _, job = runner.begin()
+    if not while_running:
+        runner.finish(job, FAILURE)  # so the next attempt is due at 11
+    for _ in range(renewed):
+        runner.ends.clear()
+        runner.tell(runner.scheduler.release("s", lambda: None)[0])
+        if while_running and runner.scheduler.in_hand:
+            runner.finish(job, FAILURE)
+        assert runner.ends == {"a1": GivenBack()}
+        runner.scheduler.accept("s")
+        again = Delivery(b"a1", "a", "s", redelivered=True)
+        runner.scheduler.submit("a", again, runner._note("a1"), runner.now)
+        runner.ends.clear()
+        runner.add("b1")  # another key is not held up by it
+        assert runner.run() == ["b1"]
+        runner.now += 0.2
+    runner.add("a2")
+    assert runner.job() is None, "its key waits as before"
+    assert runner.scheduler.next_time(runner.now) == 11
+    runner.now = 11
+    assert [runner.run(), runner.run()] == [["a1"], ["a2"]]
+
+
 def test_where_the_broker_waits_for_ever_a_message_may_be_tried_so_late() -> None:
     for options in (GroupOptions(consumer_timeout=None), StreamGroupOptions(consumer_timeout=100)):
         assert options.longest_wait is None

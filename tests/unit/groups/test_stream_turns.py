@@ -245,6 +245,48 @@ def test_a_lost_connection_ends_the_turn_without_storing(make: Callable[..., Wor
     assert worker.handled == [0, 1, 2, 3]
 
 
+def test_what_was_handled_before_a_turn_was_lost_is_stored_when_it_is_won_back(
+    make: Callable[..., Worker],
+) -> None:
+    worker = make(10, slow=-1)
+    worker.take_turn()
+    wait_until(lambda: worker.handled == list(range(10)), PATIENCE)
+    lost = worker.client
+    lost.lose()
+    wait_until(lambda: not worker.reader.active, PATIENCE)
+    worker.cluster.stream.stored["joe"] = 4  # the connection was lost before more arrived
+    worker.cluster.run()
+    wait_until(lambda: worker.client is not lost and worker.client.subscribed, PATIENCE)
+    worker.take_turn()
+    wait_until(lambda: worker.stored == 9, PATIENCE, lambda: f"stored {worker.stored}")
+    assert worker.handled == list(range(10))
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["by the broker", "by the worker itself"])
+def test_a_handover_stores_what_got_lost_on_its_way_to_be_stored(
+    make: Callable[..., Worker], asked: bool
+) -> None:
+    worker = make(10, slow=-1, store_every_messages=1)
+    worker.take_turn()
+    wait_until(lambda: worker.stored == 9, PATIENCE)
+    worker.cluster.stream.stored["joe"] = 4
+    if asked:
+        worker.client.make_active(0, False)
+        wait_until(lambda: not worker.reader.active, PATIENCE)
+    else:
+        worker.reader.stop(time.monotonic() + PATIENCE)
+        assert worker.reader.join(time.monotonic() + PATIENCE)
+    assert worker.stored == 9
+
+
+def test_a_turn_in_which_nothing_was_handled_stores_nothing(make: Callable[..., Worker]) -> None:
+    worker = make(10, slow=-1, offset=10)
+    worker.take_turn()
+    worker.client.make_active(0, False)
+    wait_until(lambda: not worker.reader.active, PATIENCE)
+    assert worker.stored is None, "where a group begins is its options' until it has begun"
+
+
 def test_an_offset_passes_a_dead_letter_only_when_that_is_stored(
     make: Callable[..., Worker],
 ) -> None:
