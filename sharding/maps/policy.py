@@ -105,7 +105,7 @@ class Policy:
             pattern=pattern,
             shards_per_node=fields.integer("shards_per_node"),
             priority=fields.integer("priority"),
-            routing_key=fields.optional_text("routing_key"),
+            routing_key=fields.text_or_null("routing_key"),
             durable=fields.flag("durable"),
             queue_arguments=fields.mapping("queue_arguments"),
             on_unavailable=_on_unavailable(fields.text("on_unavailable")),
