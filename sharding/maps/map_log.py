@@ -9,9 +9,9 @@ Writers race, and nothing locks them out; the log's own order decides:
 * A record counts if every revision that it cites is the current one, and then all of its changes
   take effect; otherwise none does: somebody was faster. Changes of different entries never void
   each other.
-* The first record of changes that cites no log *founds* the log: its own name is the log's identity,
-  whatever becomes of its changes. That is judged by its envelope alone, which readers of all
-  versions understand alike; by its changes, a reader that does not understand them would find
+* The first record of changes that cites no log *founds* the log: its own name is the identity of
+  the log, whatever becomes of its changes. That is judged by its envelope alone, which readers of
+  all versions understand alike; by its changes, a reader that does not understand them would find
   another founder. Every later record cites that identity; one that cites another was meant for
   another log and is void, whatever else it says.
 * Only what came through the exchange of changes is looked at (`snapshots` sees to it).

@@ -103,14 +103,6 @@ def newest_start(records: Iterable[bytes], log: str) -> int | None:
     return None
 
 
-def cited_log(body: bytes) -> str:
-    """The log that a record cites; none if it is no record, or one that would found a log."""
-    try:
-        return map_log.read(body).log or ""
-    except (InvalidInput, UnsupportedFormat):
-        return ""
-
-
 @dataclass(frozen=True, slots=True)
 class Read:
     """What became of one record."""
@@ -169,8 +161,10 @@ class LogReader:
         return self._read_changes(offset, record, len(body))
 
     def _arrive_at(self, offset: int) -> None:
-        if self.next_offset == 0 and offset > 0:  # the first record is gone
-            self.state, self._covered = None, offset - 2
+        if offset > self.next_offset:  # what is missing was removed, and may have said anything
+            self.state, self._covered = None, max(self._covered, offset - 2)
+            self._recent.clear()
+            self._pending.clear()
         self.next_offset = offset + 1
 
     def _look_for_format_1(self, body: bytes) -> None:

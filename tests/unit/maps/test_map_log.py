@@ -407,7 +407,8 @@ HALF = "\ud83d"
             map={
                 **queue_map().to_json(),
                 "nodes": [
-                    {"name": each["name"], "addresses": []} for each in queue_map().to_json()["nodes"]
+                    {"name": each["name"], "addresses": []}
+                    for each in queue_map().to_json()["nodes"]
                 ],
             },
         ),

@@ -333,3 +333,16 @@ def test_a_snapshot_that_ended_may_begin_again_and_text_has_no_halves() -> None:
     seen = feed(read_all(RECORDS), half)
     assert seen is not None
     assert seen.void is not None
+
+
+def test_a_reader_that_missed_records_knows_nothing_until_a_snapshot_says_all() -> None:
+    whole = read_all(RECORDS)
+    for start, seen in ((0, RECORDS[:1]), (1, [])):
+        reader = read_all(seen, LogReader(whole.log, start))
+        reader.read(3, b"the one at offset 2 is gone")
+        assert reader.state is None
+        early = parts_of(read_all(RECORDS[:2]))
+        for part in [*early, *snapshot_records(replay(RECORDS), 2, name="s")]:
+            reader.read(reader.next_offset, part)
+        assert reader.state == whole.state
+        assert reader.start == 3
