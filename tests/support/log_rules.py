@@ -70,6 +70,55 @@ def record(*changes: Any, **fields: Any) -> Fields:
     return {"format": 2, "id": "r", "log": "A", "start": 0, "changes": list(changes), **fields}
 
 
+REMARK: Fields = {"x-a": 1}
+NO_NUMBERS = [
+    "9223372036854775808",
+    "-9223372036854775809",
+    "18446744073709551615",
+    "1e999",
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "01",
+    "1" * 5000,
+]
+VOID_POLICIES: list[Fields] = [
+    {"name": "w"},
+    {"pattern": ""},
+    {"shards_per_node": 4097},
+    {"shards_per_node": True},
+    {"priority": 2**63},
+    {"routing_key": "k" * 256},
+    {"routing_key": "a\nb"},
+    {"durable": 1},
+    {"queue_arguments": {"x": None}},
+    {"queue_arguments": {"x": []}},
+    {"queue_arguments": {"": 1}},
+    {"on_unavailable": "wait"},
+]
+VOID_MAPS: list[Fields] = [
+    {"logical": "w"},
+    {"epoch": 2},
+    {"format": 0},
+    {"kind": "topic"},
+    {"exchange": ""},
+    {"shards": []},
+    {"shards": [shard("s"), shard("s")]},
+    {"shards": [shard("s", "r@b")]},
+    {"shards": [shard("s", available=False)]},
+    {"shards": [shard("s"), shard("t", available=False)], "kind": "stream"},
+    {"shards": [shard("s", available=1)]},
+    {"nodes": [node(), node()]},
+    {"nodes": [without(node(), "reply_token")]},
+    {"nodes": [node(reply_token="")]},
+    {"nodes": [node(addresses=[["h", 0]])]},
+    {"nodes": [node(addresses=[["h", 65536]])]},
+    {"nodes": [node(addresses=[["", 1]])]},
+    {"nodes": [node(addresses=[["a host", 1]])]},
+    {"nodes": [node(addresses=[["h", 1, 2]])]},
+    {"nodes": [node("no at sign")], "shards": [shard("s", "no at sign")]},
+    {"policy": policy("p", shards_per_node=0)},
+]
 FOUNDER = record(policy_set("a"), id="A", log=None)
 SECOND = record(policy_set("b"))
 
@@ -153,10 +202,7 @@ def _records_of_changes() -> Iterator[tuple[str, Records]]:
             FOUNDER,
             *(
                 with_more(record(policy_set(f"v{n}")), f'"x-n":{number}')
-                for n, number in enumerate(
-                    ["9223372036854775808", "-9223372036854775809", "18446744073709551615", "1e999"]
-                    + ["NaN", "Infinity", "-Infinity", "01", "1" * 5000]
-                )
+                for n, number in enumerate(NO_NUMBERS)
             ),
             with_more(record(policy_set("most")), '"x-n":9223372036854775807'),
             with_more(record(policy_set("least")), '"x-n":-9223372036854775808'),
@@ -237,23 +283,7 @@ def _records_of_changes() -> Iterator[tuple[str, Records]]:
         "policies that are void",
         log(
             FOUNDER,
-            *(
-                record(policy_set("v", **fields))
-                for fields in [
-                    {"name": "w"},
-                    {"pattern": ""},
-                    {"shards_per_node": 4097},
-                    {"shards_per_node": True},
-                    {"priority": 2**63},
-                    {"routing_key": "k" * 256},
-                    {"routing_key": "a\nb"},
-                    {"durable": 1},
-                    {"queue_arguments": {"x": None}},
-                    {"queue_arguments": {"x": []}},
-                    {"queue_arguments": {"": 1}},
-                    {"on_unavailable": "wait"},
-                ]
-            ),
+            *(record(policy_set("v", **fields)) for fields in VOID_POLICIES),
             record(policy_set("a\nb")),
             record(
                 {**policy_set("v"), "policy": without(policy("v"), "routing_key")},
@@ -265,32 +295,7 @@ def _records_of_changes() -> Iterator[tuple[str, Records]]:
         "maps that are void",
         log(
             FOUNDER,
-            *(
-                record(map_set("v", **fields))
-                for fields in [
-                    {"logical": "w"},
-                    {"epoch": 2},
-                    {"format": 0},
-                    {"kind": "topic"},
-                    {"exchange": ""},
-                    {"shards": []},
-                    {"shards": [shard("s"), shard("s")]},
-                    {"shards": [shard("s", "r@b")]},
-                    {"shards": [shard("s", available=False)]},
-                    {"shards": [shard("s"), shard("t", available=False)], "kind": "stream"},
-                    {"shards": [shard("s", available=1)]},
-                    {"nodes": [node(), node()]},
-                    {"nodes": [without(node(), "reply_token")]},
-                    {"nodes": [node(reply_token="")]},
-                    {"nodes": [node(addresses=[["h", 0]])]},
-                    {"nodes": [node(addresses=[["h", 65536]])]},
-                    {"nodes": [node(addresses=[["", 1]])]},
-                    {"nodes": [node(addresses=[["a host", 1]])]},
-                    {"nodes": [node(addresses=[["h", 1, 2]])]},
-                    {"nodes": [node("no at sign")], "shards": [shard("s", "no at sign")]},
-                    {"policy": policy("p", shards_per_node=0)},
-                ]
-            ),
+            *(record(map_set("v", **fields)) for fields in VOID_MAPS),
             record(map_set("amq.v")),
             record(
                 map_set(
@@ -321,7 +326,7 @@ def _records_of_changes() -> Iterator[tuple[str, Records]]:
             record(policy_set("3", more={"why": 1})),
             record(policy_set("4", more={"map": {}})),
             record(policy_set("5", order=1)),
-            record(policy_set("6", **{"x-order": 1})),
+            record(policy_set("6", **REMARK)),
             record(policy_set("7", order=1, shards_per_node=0)),
             record(policy_set("8", pattern="(", shards_per_node=0)),
             record(map_set("9", tokens={})),
@@ -331,7 +336,7 @@ def _records_of_changes() -> Iterator[tuple[str, Records]]:
             record(map_set("13", policy=policy("p", order=1))),
             record(map_set("14", policy=policy("p", pattern="["))),
             record(map_set("15", more={"policy": {}})),
-            record(map_set("16", **{"x-a": 1})),
+            record(map_set("16", **REMARK)),
             SECOND,
         ),
     )
