@@ -130,6 +130,31 @@ def compiled_pattern(pattern: str) -> re.Pattern[str]:
         raise InvalidInput("policy.pattern", rule, pattern) from None
 
 
+# Characters, `.`, sets, groups without a name, `|`, `*`, `+`, `?`, `{m,n}`, `^`, `$`, and `\\Z` at
+# the end, which `exactly` writes. That it compiles is checked elsewhere.
+_ESCAPED = r"\\[^0-9A-Za-z]"
+_IN_A_SET = rf"(?:{_ESCAPED}|(?!&&|\|\||--|~~)[^\\\[\]])"
+_PORTABLE = re.compile(
+    rf"(?:(?:{_ESCAPED}|\[\^?{_IN_A_SET}+\]|\((?!\?)|\(\?:|\}}(?!\+)|[^\\\[(*+?}}])(?:[*+?]\??)?)*"
+    r"(?:\\Z)?"
+)
+
+
+def check_portable(pattern: str) -> str:
+    """Return a pattern that programs in other languages understand as Python does, else raise.
+
+    Only who sets a policy asks this: what lies in the log is what Python makes of it.
+    """
+    if not _PORTABLE.fullmatch(pattern):
+        rule = (
+            "must mean the same in all languages: characters (with a backslash before what is no "
+            "letter or digit), '.', sets, groups, '|', '*', '+', '?', '{m,n}', '^' and '$', but no "
+            "\\d, \\b, flags or looking ahead"
+        )
+        raise InvalidInput("policy.pattern", rule, pattern)
+    return pattern
+
+
 def _check_pattern(pattern: str) -> None:
     if not is_text(pattern) or not pattern:
         raise InvalidInput("policy.pattern", "must be a regular expression, not empty", pattern)
