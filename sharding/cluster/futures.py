@@ -30,7 +30,7 @@ from sharding.errors import (
 )
 from sharding.maps.map_log import State
 from sharding.maps.naming import check_logical_name
-from sharding.maps.policy import Policy
+from sharding.maps.policy import Policy, check_portable
 from sharding.maps.shard_map import Node, Shard, ShardMap
 
 logger = logging.getLogger("warren.topology")
@@ -166,6 +166,7 @@ class TopologyFutures:
         return self._change(lambda: self._plane.change(asynchronously))
 
     def set_policy(self, policy: Policy) -> Future[State]:
+        check_portable(policy.pattern)
         return self.change(
             lambda state: (
                 None if state.policies.get(policy.name) == policy else state.with_policy(policy)

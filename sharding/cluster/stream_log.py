@@ -34,7 +34,7 @@ from sharding.amqp.session import (
 from sharding.errors import MissingRight, RemoteError, Unreachable, UnsupportedFormat
 from sharding.maps import map_log
 from sharding.maps.map_log import LOG, NOTES, NOTHING, State, changes_between
-from sharding.maps.snapshots import LogReader, cited_log, newest_start, snapshot_records
+from sharding.maps.snapshots import LogReader, newest_start, snapshot_records
 
 PREFETCH = 1_000
 # Of one chunk, which has no more entries. A broker sends no more of it than this (4.0).
@@ -91,9 +91,9 @@ class LogFollower:
     def failure(self) -> UnsupportedFormat | None:
         """Why there is no state at all to go by."""
         state = self._reader.state
-        if state is not None and state.stopped and not state.log:
-            return UnsupportedFormat(state.stopped)
-        return self._cut
+        if state is None:
+            return self._cut
+        return UnsupportedFormat(state.stopped) if state.stopped and not state.log else None
 
     async def attach(self, session: Session) -> None:
         """Read on, over this connection. `Refused` (406) if its node has no replica of the log."""
@@ -236,25 +236,28 @@ class LogFollower:
 
         It is mostly the first record. Where other things lie before it, who knows no log is told
         none, and finds out by reading on; who knows one has to know whether it is still that, and
-        has read where it was founded.
+        has read where it was founded. Where the first record is gone, a snapshot has to say it; if
+        none does, it can't be told that it is another one.
         """
-        reader, cited, first = LogReader(), "", ""
+        reader, first = LogReader(), ""
 
         def is_known(message: Message) -> bool:
-            nonlocal cited, first
+            nonlocal first
             first = first or f"{message.properties.message_id}:{sha256(message.body).hexdigest()}"
-            if reader.next_offset == 0 and _offset(message) > 0:
-                cited = cited_log(message.body) if message.exchange == LOG else ""
-                return bool(cited)  # the first record is gone, but each says whose it is
             _feed(reader, message)
-            return bool(reader.log or (reader.state and reader.state.stopped))
+            if reader.log or (reader.state and reader.state.stopped):
+                return True
+            return reader.state is not None and reader.next_offset >= FEW
 
-        await self._look(session, "first", min(last, FEW - 1), is_known)
-        found = reader.log or cited or (reader.state and reader.state.stopped)
+        await self._look(session, "first", last, is_known)
+        if reader.state is None:
+            return self._log, first
+        found = reader.log or reader.state.stopped
         founded_at = self._reader.founded_at
         if self._log and not found and founded_at is not None and founded_at <= last:
+            reader.next_offset = founded_at  # what lies between founds nothing
             await self._look(session, founded_at, founded_at, is_known)
-        return reader.log or cited, first
+        return reader.log, first
 
     async def _newest_start(self, session: Session, tail: list[Message], log: str) -> int:
         """Where to start: step back from the end until a record says it."""

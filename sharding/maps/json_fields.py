@@ -51,11 +51,10 @@ class JsonObject:
     def text(self, name: str) -> str:
         return self._take(name, str, "text")
 
-    def optional_text(self, name: str) -> str | None:
-        if self._fields.get(name) is not None:
+    def text_or_null(self, name: str) -> str | None:
+        if self._fields.get(name, "") is not None:
             return self.text(name)
-        self._fields.pop(name, None)
-        return None
+        return self._fields.pop(name)  # type: ignore[no-any-return]
 
     def integer(self, name: str) -> int:
         return self._take(name, int, "a whole number")
@@ -115,7 +114,8 @@ def parse_strictly(body: bytes, where: str) -> object:
     """The value of a JSON text that programs in other languages have to read just so.
 
     UTF-8 without a mark, no name twice in an object, no number that JSON does not know or that no
-    double holds, and no more than `MAX_DEPTH` levels: how many a parser bears is its own affair.
+    double holds, no half of a surrogate pair (some parsers refuse it, some put two of them
+    together), and no more than `MAX_DEPTH` levels: how many a parser bears is its own affair.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -125,7 +125,8 @@ def parse_strictly(body: bytes, where: str) -> object:
         return found
 
     def short(text: str) -> int:
-        if len(text) > len(str(INT64.start)):  # how many digits Python reads is a setting
+        # How many digits Python reads is a setting, so a long number is not tried.
+        if len(text) > len(str(INT64.start)) or int(text) not in INT64:
             raise ValueError(f"{text[:20]}… does not fit in 64 bits")
         return int(text)
 
@@ -136,8 +137,9 @@ def parse_strictly(body: bytes, where: str) -> object:
         return number
 
     try:
+        written = body.decode("utf-8")
         value = json.loads(
-            body.decode("utf-8"),
+            written,
             object_pairs_hook=once,
             parse_constant=finite,
             parse_float=finite,
@@ -145,6 +147,8 @@ def parse_strictly(body: bytes, where: str) -> object:
         )
         if _depth(value, MAX_DEPTH + 1) > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} levels")
+        if "\\u" in written and not _is_all_text(value):
+            raise ValueError("half of a surrogate pair")
     except (ValueError, RecursionError) as error:
         said = str(error) or type(error).__name__
         raise InvalidInput(where, f"must be whole JSON ({said})", bytes(body[-20:])) from None
@@ -157,6 +161,15 @@ def _depth(value: object, most: int) -> int:
         return 0
     inner = value.values() if isinstance(value, dict) else value
     return 1 + max((_depth(each, most - 1) for each in inner), default=0)
+
+
+def _is_all_text(value: object) -> bool:
+    """Whether UTF-8 can express all text in a value, the names of its fields too."""
+    if isinstance(value, dict):
+        return all(is_text(name) and _is_all_text(each) for name, each in value.items())
+    if isinstance(value, list):
+        return all(map(_is_all_text, value))
+    return not isinstance(value, str) or is_text(value)
 
 
 def check_format(fields: JsonObject, supported: int, where: str) -> None:

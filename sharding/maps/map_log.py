@@ -9,9 +9,11 @@ Writers race, and nothing locks them out; the log's own order decides:
 * A record counts if every revision that it cites is the current one, and then all of its changes
   take effect; otherwise none does: somebody was faster. Changes of different entries never void
   each other.
-* The first record that counts *founds* the log: it cites no log, and its own name is the log's
-  identity. Every later record cites that identity; one that cites another was meant for another log
-  and is void, whatever else it says.
+* The first record of changes that cites no log *founds* the log: its own name is the identity of
+  the log, whatever becomes of its changes. That is judged by its envelope alone, which readers of
+  all versions understand alike; by its changes, a reader that does not understand them would find
+  another founder. Every later record cites that identity; one that cites another was meant for
+  another log and is void, whatever else it says.
 * Only what came through the exchange of changes is looked at (`snapshots` sees to it).
 * What this format does not allow is void. What this reader does not understand, though others may,
   it does not guess at: from there on it freezes what the record concerns (the entries that it
@@ -245,13 +247,18 @@ def read(body: bytes) -> Record:
     if number < FORMAT:
         raise InvalidInput("record.format", f"must be {FORMAT}", number)
     name = short_text("record.id", envelope.text("id"))
-    log = envelope.optional_text("log")
+    log = envelope.text_or_null("log")
     if log is not None:
         short_text("record.log", log)
     start = whole("record.start", envelope.integer("start"))
     changes = envelope.optional_array("changes")
     snapshot = envelope.optional_mapping("snapshot")
-    unknown = unknown_field(envelope.left(), frozenset(), "record")
+    left = envelope.left()
+    if "note" in left:
+        raise InvalidInput("record.note", f"must come through {NOTES!r}", left["note"])
+    if log is None and snapshot is not None:
+        raise InvalidInput("record.log", "must be there in a part of a snapshot", log)
+    unknown = unknown_field(left, frozenset(), "record")
     if not unknown and (changes is None) == (snapshot is None):
         raise InvalidInput("record", "must have either changes or a part of a snapshot", value)
     if changes == []:
@@ -273,6 +280,7 @@ def apply(state: State, record: Record, offset: int) -> Verdict:
         return Verdict(state, f"not judged: {state.stopped}")
     if record.log != (state.log or None):
         return Verdict(state, f"cites the log {record.log}, and this is {state.log or 'a new one'}")
+    state = replace(state, log=state.log or record.name)
     try:
         return _judge(state, record, offset)
     except InvalidInput as error:
@@ -300,11 +308,10 @@ def _judge(state: State, record: Record, offset: int) -> Verdict:
             cited = f"cites revision {claim.base} of {claim.entry}, but {current} is current"
             return Verdict(state, cited)
     why = next((state.frozen[each] for each in entries if each in state.frozen), "")
-    founded = replace(state, log=state.log or record.name)
-    after = founded
+    after = state
     for claim in claims:
         try:
-            after = after._with(claim.entry, claim.value(record.log or record.name))
+            after = after._with(claim.entry, claim.value(state.log))
         except UnsupportedFormat as error:
             why = why or (
                 f"record {offset} of the map log can't be understood, and {claim.entry} is "
@@ -312,8 +319,6 @@ def _judge(state: State, record: Record, offset: int) -> Verdict:
             )
     if not why:
         return Verdict(after)
-    if not state.log:
-        raise UnsupportedFormat(why)
     return Verdict(replace(state, frozen={**state.frozen, **dict.fromkeys(entries, why)}))
 
 
@@ -342,7 +347,7 @@ def _claim(value: object, where: str) -> _Claim:
     item = JsonObject(value, where)
     kind, name = item.text("kind"), item.text("name")
     if kind not in _KINDS:
-        concerned = Entry(POLICY if kind.startswith("policy-") else MAP, short_text(where, name))
+        concerned = concerned_by(kind, short_text(where, name))
         unknown = f"{where}.kind: this Warren does not know {kind!r}; upgrade rabbit-warren here"
         return _Claim(concerned, None, item, None, where, unknown)
     what, content = _KINDS[kind]
@@ -350,6 +355,11 @@ def _claim(value: object, where: str) -> _Claim:
     base = whole(f"{where}.base", item.integer("base"))
     unknown = unknown_field(item.left(), known, where)
     return _Claim(Entry(what, short_text(where, name)), base, item, content, where, unknown)
+
+
+def concerned_by(kind: str, name: str) -> Entry:
+    """What something of a kind is about that this reader does not know."""
+    return Entry(POLICY if kind.startswith("policy-") else MAP, name)
 
 
 def decode_value(

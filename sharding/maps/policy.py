@@ -105,7 +105,7 @@ class Policy:
             pattern=pattern,
             shards_per_node=fields.integer("shards_per_node"),
             priority=fields.integer("priority"),
-            routing_key=fields.optional_text("routing_key"),
+            routing_key=fields.text_or_null("routing_key"),
             durable=fields.flag("durable"),
             queue_arguments=fields.mapping("queue_arguments"),
             on_unavailable=_on_unavailable(fields.text("on_unavailable")),
@@ -128,6 +128,31 @@ def compiled_pattern(pattern: str) -> re.Pattern[str]:
     except (re.error, RecursionError, OverflowError, Warning) as error:
         rule = f"must be a regular expression that compiles ({error})"
         raise InvalidInput("policy.pattern", rule, pattern) from None
+
+
+# Characters, `.`, sets, groups without a name, `|`, `*`, `+`, `?`, `{m,n}`, `^`, `$`, and `\\Z` at
+# the end, which `exactly` writes. That it compiles is checked elsewhere.
+_ESCAPED = r"\\[^0-9A-Za-z]"
+_IN_A_SET = rf"(?:{_ESCAPED}|(?!&&|\|\||--|~~)[^\\\[\]])"
+_PORTABLE = re.compile(
+    rf"(?:(?:{_ESCAPED}|\[\^?{_IN_A_SET}+\]|\((?!\?)|\(\?:|\}}(?!\+)|[^\\\[(*+?}}])(?:[*+?]\??)?)*"
+    r"(?:\\Z)?"
+)
+
+
+def check_portable(pattern: str) -> str:
+    """Return a pattern that programs in other languages understand as Python does, else raise.
+
+    Only who sets a policy asks this: what lies in the log is what Python makes of it.
+    """
+    if not _PORTABLE.fullmatch(pattern):
+        rule = (
+            "must mean the same in all languages: characters (with a backslash before what is no "
+            "letter or digit), '.', sets, groups, '|', '*', '+', '?', '{m,n}', '^' and '$', but no "
+            "\\d, \\b, flags or looking ahead"
+        )
+        raise InvalidInput("policy.pattern", rule, pattern)
+    return pattern
 
 
 def _check_pattern(pattern: str) -> None:

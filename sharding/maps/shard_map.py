@@ -203,7 +203,7 @@ class ShardMap:
             logical=fields.text("logical"),
             epoch=fields.integer("epoch"),
             kind=_kind(fields.text("kind")),
-            exchange=fields.text("exchange"),
+            exchange=check_name("shard_map.exchange", fields.text("exchange")),
             shards=tuple(_shard(item, f"{where}.shards") for item in fields.array("shards")),
             nodes=tuple(_node(item, f"{where}.nodes") for item in fields.array("nodes")),
             policy=Policy.from_json(fields.mapping("policy"), f"{where}.policy"),
@@ -239,7 +239,7 @@ def _node(value: object, where: str) -> Node:
     fields = JsonObject(value, where)
     name = fields.text("name")
     addresses = tuple(_address(item, f"{where}.addresses") for item in fields.array("addresses"))
-    node = Node(name, addresses, fields.optional_text("reply_token"))
+    node = Node(name, addresses, fields.text_or_null("reply_token"))
     fields.close()
     return node
 

@@ -19,6 +19,9 @@ nothing from before. The rules, all of them decided by what lies in the log:
 * A reader may start at any record. It knows nothing until the first snapshot is accepted that
   covers the record before its start, or a later one. Every record says where such a start is, which
   is a hint: who finds no snapshot there starts at the first record.
+* If the first record of the log is gone (somebody set a retention), nothing is known of it but what
+  the first snapshot says that is accepted, whichever log that is of: the records left may have been
+  meant for another one.
 * Who does not understand something (see `map_log`) writes no snapshot.
 
 That all readers agree follows: parts lie behind what they cover, so of a snapshot that covers more
@@ -36,7 +39,7 @@ from typing import Any
 
 from sharding.errors import InvalidInput, UnsupportedFormat
 from sharding.maps import map_log
-from sharding.maps.json_fields import JsonObject, is_text, parse_strictly
+from sharding.maps.json_fields import JsonObject, parse_strictly
 from sharding.maps.map_log import (
     IS_FORMAT_1,
     MAP,
@@ -44,6 +47,7 @@ from sharding.maps.map_log import (
     Entry,
     Record,
     State,
+    concerned_by,
     decode_value,
     short_text,
     unknown_field,
@@ -99,14 +103,6 @@ def newest_start(records: Iterable[bytes], log: str) -> int | None:
     return None
 
 
-def cited_log(body: bytes) -> str:
-    """The log that a record cites; none if it is no record, or one that would found a log."""
-    try:
-        return map_log.read(body).log or ""
-    except (InvalidInput, UnsupportedFormat):
-        return ""
-
-
 @dataclass(frozen=True, slots=True)
 class Read:
     """What became of one record."""
@@ -135,21 +131,21 @@ class LogReader:
         """Where the newest snapshot that was accepted allows to start."""
         self._covered = start - 2 if start else -1
         self._recent: deque[tuple[int, Record | str, int]] = deque()
-        self._pending: dict[tuple[str, int], _Pending] = {}
+        self._pending: dict[tuple[str, str, int], _Pending] = {}
         self._bytes = 0
         self._asked = 0
         self._snapshot_bytes = 0
 
     def skip(self, offset: int, body: bytes) -> None:
         """A record that came another way: it says nothing, but takes space."""
-        self.next_offset = offset + 1
+        self._arrive_at(offset)
         self._bytes += len(body)
         if self.state is not None and not self.log and not self.state.stopped:
             self._look_for_format_1(body)
 
     def read(self, offset: int, body: bytes) -> Read:
         """The next record of the log."""
-        self.next_offset = offset + 1
+        self._arrive_at(offset)
         self._bytes += len(body)
         try:
             record = map_log.read(body)
@@ -163,6 +159,13 @@ class LogReader:
         if record.snapshot is not None and not record.unknown:
             return self._read_part(offset, record, len(body))
         return self._read_changes(offset, record, len(body))
+
+    def _arrive_at(self, offset: int) -> None:
+        if offset > self.next_offset:  # what is missing was removed, and may have said anything
+            self.state, self._covered = None, max(self._covered, offset - 2)
+            self._recent.clear()
+            self._pending.clear()
+        self.next_offset = offset + 1
 
     def _look_for_format_1(self, body: bytes) -> None:
         if self.state is not None and map_log.is_format_1(body):
@@ -203,18 +206,20 @@ class LogReader:
     # Snapshots
 
     def _read_part(self, offset: int, record: Record, size: int) -> Read:
-        if not self.log or record.log != self.log:
+        is_any_welcome = self.state is None and not self.log
+        if record.log != self.log and not is_any_welcome:
             told = f"cites the log {record.log}, and this is {self.log or 'a new one'}"
             return Read(record.name, told)
         try:
             part = _Part.of(record.snapshot)
-            why = self._why_no_part(offset, record.name, part, size)
+            why = self._why_no_part(offset, record, part, size)
         except InvalidInput as error:
             return Read(record.name, f"not a record: {error}")
         except UnsupportedFormat as error:
             self._stop(offset, str(error), size)
             return Read(record.name)
-        key = record.name, part.covers
+        assert record.log  # see `map_log.read`
+        key = record.log, record.name, part.covers
         if why:
             self._pending.pop(key, None)
             return Read(record.name, why)
@@ -225,39 +230,39 @@ class LogReader:
         pending.size += size
         if part.number == part.parts:
             del self._pending[key]
-            return Read(record.name, self._accept(offset, pending))
+            return Read(record.name, self._accept(offset, record.log, pending))
         return Read(record.name)
 
-    def _why_no_part(self, offset: int, name: str, part: _Part, size: int) -> str:
+    def _why_no_part(self, offset: int, record: Record, part: _Part, size: int) -> str:
         if size > MAX_PART:
             return f"is a part of {size} bytes, more than {MAX_PART}"
         if not self._covered < part.covers < offset or offset - part.covers > WINDOW:
             return f"covers {part.covers}, which is not wanted at {offset}"
-        pending = self._pending.get((name, part.covers))
+        pending = self._pending.get((record.log or "", record.name, part.covers))
         if part.number == 1:
             return "" if pending is None else "begins a snapshot again"
         if pending is None or not pending.goes_on_with(part):
             return f"is part {part.number} of a snapshot, out of order"
         return ""
 
-    def _accept(self, offset: int, pending: _Pending) -> str | None:
+    def _accept(self, offset: int, log: str, pending: _Pending) -> str | None:
         """Take a whole snapshot over, unless it is none."""
         text, covers = "".join(pending.pieces), pending.first.covers
         if _digest(text) != pending.first.sha256:
             return "is the last part of a snapshot with another digest"
         try:
-            state = _state_of(text, self.log, offset, self.state or State())
+            state = _state_of(text, log, offset, self.state or State())
         except InvalidInput as error:
             return f"is the last part of no snapshot: {error}"
         except UnsupportedFormat as error:
-            state = map_log.stop(self.state or State(), offset, str(error))
+            state = map_log.stop(self.state or State(log=log), offset, str(error))
         behind = [each for each in self._recent if each[0] > covers]
         for at, record, _ in behind:
             if isinstance(record, Record):
                 state = map_log.apply(state, record, at).state
             elif not state.stopped:
                 state = map_log.stop(state, at, record)
-        self.state, self._recent = state, deque(behind)
+        self.log, self.state, self._recent = log, state, deque(behind)
         self.start, self._covered = covers + 1, covers
         self._pending = {
             key: each for key, each in self._pending.items() if each.first.covers > covers
@@ -322,8 +327,6 @@ def _text_of(state: State) -> str:
 def _state_of(text: str, log: str, offset: int, last: State) -> State:
     """The state that a snapshot's text says; what this reader does not understand of it is frozen,
     with the last value that it had."""
-    if not is_text(text):
-        raise InvalidInput("snapshot", "must be text that UTF-8 can express", text)
     content = JsonObject(parse_strictly(text.encode(), "snapshot"), "snapshot")
     epoch = whole("snapshot.epoch", content.integer("epoch"))
     entries = content.array("entries")
@@ -333,42 +336,63 @@ def _state_of(text: str, log: str, offset: int, last: State) -> State:
     maps: dict[str, ShardMap] = {}
     revisions: dict[Entry, int] = {}
     frozen: dict[Entry, str] = {}
+    named: set[tuple[str, str]] = set()
     for number, each in enumerate(entries):
         where = f"snapshot.entries[{number}]"
         item = JsonObject(each, where)
-        entry = Entry(item.text("kind"), short_text(where, item.text("name")))
-        if entry in revisions:
-            raise InvalidInput(where, "must be of different entries", entry)
-        revisions[entry] = revision = whole(f"{where}.revision", item.integer("revision"))
+        kind, name = item.text("kind"), short_text(where, item.text("name"))
+        if (kind, name) in named:
+            raise InvalidInput(where, "must be of different entries", [kind, name])
+        named.add((kind, name))
         try:
-            value = _value_of(entry, revision, item, where, log)
-        except UnsupportedFormat as error:
-            frozen[entry] = (
+            entry, revision, value = _entry(kind, name, item, epoch, where, log)
+        except _NotUnderstood as error:
+            frozen[error.entry] = (
                 f"the snapshot at record {offset} of the map log can't be understood, and "
-                f"{entry} is changed no more: {error}"
+                f"{error.entry} is changed no more: {error}"
             )
-            value = last.value(entry)
-            if isinstance(value, ShardMap) and value.epoch > epoch:
-                value = None  # what this reader had must not decide whether it is a snapshot
+            continue
+        revisions[entry] = revision
+        if isinstance(value, Policy):
+            policies[name] = value
+        elif value is not None:
+            maps[name] = value
+    for entry in frozen.keys() - revisions.keys():
+        if entry in last.revisions:
+            revisions[entry] = last.revision(entry)
+        value = last.value(entry)
         if isinstance(value, Policy):
             policies[entry.name] = value
-        elif value is not None:
+        elif value is not None and value.epoch <= epoch:
+            # What this reader had must not decide whether it is a snapshot.
             maps[entry.name] = value
     return State(epoch, policies, maps, revisions, log, frozen)
 
 
-def _value_of(
-    entry: Entry, revision: int, item: JsonObject, where: str, log: str
-) -> Policy | ShardMap | None:
-    if entry.kind not in (POLICY, MAP):
-        raise UnsupportedFormat(
-            f"{where}.kind: this Warren does not know {entry.kind!r}; upgrade rabbit-warren here"
-        )
-    content = item.optional_mapping(entry.kind)
+class _NotUnderstood(UnsupportedFormat):
+    def __init__(self, entry: Entry, why: str) -> None:
+        super().__init__(why)
+        self.entry = entry
+
+
+def _entry(
+    kind: str, name: str, item: JsonObject, epoch: int, where: str, log: str
+) -> tuple[Entry, int, Policy | ShardMap | None]:
+    if kind not in (POLICY, MAP):
+        unknown = f"{where}.kind: this Warren does not know {kind!r}; upgrade rabbit-warren here"
+        raise _NotUnderstood(concerned_by(kind, name), unknown)
+    entry, revision = Entry(kind, name), whole(f"{where}.revision", item.integer("revision"))
+    if not 1 <= revision <= epoch:
+        raise InvalidInput(f"{where}.revision", f"must be 1 to {epoch}, the epoch", revision)
+    content = item.optional_mapping(kind)
     if unknown := unknown_field(item.left(), frozenset(), where):
-        raise UnsupportedFormat(unknown)
-    return None if content is None else decode_value(entry, revision, content, where, log)
+        raise _NotUnderstood(entry, unknown)
+    try:
+        value = None if content is None else decode_value(entry, revision, content, where, log)
+    except UnsupportedFormat as error:
+        raise _NotUnderstood(entry, str(error)) from None
+    return entry, revision, value
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -33,7 +33,7 @@ GARBAGE = st.binary(max_size=20) | st.sampled_from(
 MAPS = [queue_map("ab"), queue_map("abc"), stream_map(2)]
 HONEST = ("change", "change", "change", "change", "snapshot", "part", "part", "read", "ignored")
 HARMED = (*HONEST, "garbage", "cut", "damage", "repeat", "forge", "lie")
-STRANGE = (*HARMED, "newer")
+STRANGE = (*HARMED, "newer", "odd")
 
 
 _read_once = lru_cache(maxsize=1_000)(map_log.read)
@@ -81,13 +81,15 @@ class Writers:
         elif kind == "snapshot" and reader.state is not None and reader.log:
             if not reader.state.frozen and not reader.state.stopped:
                 self._parts += parts_of(reader)
+        elif kind == "odd" and reader.state is not None and reader.log:
+            self._parts += self._odd(reader)
         elif kind == "part" and self._parts:
             keep = self._draw(st.integers(0, 9))  # one in ten writers dies in the middle
             self.log.append(Written(self._parts.pop(0)))
             self._parts = self._parts if keep else []
         elif kind == "ignored":
             self.log.append(Written(None))
-        elif kind not in ("snapshot", "part"):
+        elif kind not in ("snapshot", "odd", "part"):
             self.log.append(Written(self._harmed(kind)))
 
     def _change(self, reader: LogReader) -> None:
@@ -128,6 +130,16 @@ class Writers:
         covers = self._draw(st.integers(0, len(self.log)))
         (record,) = snapshot_records(state, covers, name=a_name("l"))
         return record
+
+    def _odd(self, reader: LogReader) -> list[bytes]:
+        """A snapshot in the text of which something is not understood, or not true."""
+        assert reader.state is not None
+        text = json.loads(snapshots._text_of(reader.state))
+        where = self._draw(st.sampled_from([text, *text["entries"]]))
+        which = self._draw(st.sampled_from(["order", "x-remark", "kind", "revision", "epoch"]))
+        where[which] = 1 if which in ("revision", "epoch") else "policy-new"
+        with patch.object(snapshots, "_text_of", lambda _: dumps(text).decode()):
+            return parts_of(reader)
 
     def _newer(self, record: bytes) -> bytes:
         """Something that others may understand."""
@@ -185,19 +197,16 @@ def seen_of(state: State | None) -> Any:
     """What readers have to agree on: the last values of what they can't follow are their own."""
     if state is None or (state.stopped and not state.log):
         return None
+    if state.stopped:
+        return state.log, "stopped"
     frozen = state.frozen.keys()
     return (
-        state.epoch,
         state.log,
-        bool(state.stopped),
+        state.epoch,
         set(frozen),
-        None
-        if state.stopped
-        else (
-            {k: v for k, v in state.revisions.items() if k not in frozen},
-            {k: v for k, v in state.policies.items() if Entry("policy", k) not in frozen},
-            {k: v for k, v in state.maps.items() if Entry("map", k) not in frozen},
-        ),
+        {k: v for k, v in state.revisions.items() if k not in frozen},
+        {k: v for k, v in state.policies.items() if Entry("policy", k) not in frozen},
+        {k: v for k, v in state.maps.items() if Entry("map", k) not in frozen},
     )
 
 

@@ -28,6 +28,8 @@ class FakeBroker:
     """Whether nothing is sent before somebody has tried to write."""
     asked: list[str | int] = field(default_factory=list)
     """Where readings began."""
+    removed: int = 0
+    """How many records a retention has taken away."""
     made: int = 0
     chunk: int = CHUNK
     channels: list[FakeChannel] = field(default_factory=list)
@@ -103,6 +105,7 @@ class FakeChannel:
             self._next = 0
         else:
             self._next = start - start % broker.chunk if start <= last else start
+        self._next = max(self._next, broker.removed)
         self._read = on_message
         if start == "last" and last < len(broker.records) - 1:
             self._deliver_up_to(last)

@@ -395,3 +395,47 @@ def test_a_log_of_which_nothing_is_understood_is_refused_until_it_is_replaced(
         assert log.state.policies == FIRST.policies
 
     run(main())
+
+
+STALE = proposal(State(log="another"), State(log="another").with_policy(Policy("stale", ".", 1)))
+
+
+@pytest.mark.parametrize("oldest", [(LOG, STALE), (LOG, b"garbage"), ("", b"flood")])
+def test_where_the_first_records_are_gone_the_oldest_left_replaces_no_log(
+    oldest: tuple[str, bytes],
+) -> None:
+    async def main() -> None:
+        records = long_log(after=2)
+        state = replay(records)
+        logged = through(LOG, *records)
+        broker = FakeBroker([*logged[:20], *[oldest] * 12, *logged[20:]])
+        snapshots_of = read_all([*records[:20], *[b""] * 12])
+        broker.records[32:33] = through(LOG, *parts_of(snapshots_of))
+        log = await following(broker)
+        assert log.state == state
+        broker.removed = 21
+        await log.catch_up(PATIENCE)
+        assert (log.state, log.failure) == (state, None)
+        new = await following(broker)
+        assert (new.state, new.failure) == (state, None)
+
+    run(main())
+
+
+def test_where_no_snapshot_is_left_either_a_new_reader_says_so_and_an_old_one_goes_on() -> None:
+    async def main() -> None:
+        records = founded(*policies(9))
+        broker = FakeBroker(through(LOG, *records))
+        log = await following(broker)
+        broker.removed = 3
+        await log.catch_up(PATIENCE)
+        assert (log.state, log.failure) == (replay(records), None)
+        new = await following(broker)
+        assert "begins at record 3" in str(new.failure)
+        reader = read_all(records)
+        for part in parts_of(reader):
+            broker.append(part)
+        await new.catch_up(PATIENCE)
+        assert (new.state, new.failure) == (replay(records), None)
+
+    run(main())

@@ -337,3 +337,90 @@ def test_a_state_that_contradicts_itself_is_refused(fields: dict[str, Any], fiel
     with pytest.raises(InvalidInput) as caught:
         State(**fields)
     assert caught.value.field == field
+
+
+# Who founds a log
+
+
+@pytest.mark.parametrize(
+    "founder",
+    [
+        changed_in(RECORDS[0], kind="policy-tuned"),
+        changed_in(RECORDS[0], policy={**PICTURES.to_json(), "order": "strict"}),
+        changed_in(RECORDS[0], policy={**PICTURES.to_json(), "pattern": "("}),
+        changed_in(RECORDS[0], policy={**PICTURES.to_json(), "shards_per_node": 0}),
+        changed_in(RECORDS[0], base=3),
+        changed(RECORDS[0], changes=["no change"]),
+    ],
+)
+def test_a_log_is_founded_by_its_first_record_whatever_becomes_of_the_changes(
+    founder: bytes,
+) -> None:
+    founder = changed(founder, id="first")
+    rival = changed(RECORDS[0], id="rival")
+    reader = read_all([founder, rival])
+    assert reader.state is not None
+    assert (reader.log, reader.founded_at, reader.state.epoch) == ("first", 0, 0)
+    assert not reader.state.stopped
+    films = proposal(reader.state, reader.state.with_policy(FILMS))
+    assert replay([founder, rival, films]).policies == {"films": FILMS}
+
+
+def test_a_founder_with_an_unknown_field_gives_the_log_its_identity_and_stops_all_changes() -> None:
+    state = replay([changed(RECORDS[0], id="first", zones=[]), RECORDS[0]])
+    assert state.log == "first"
+    assert "record.zones" in state.stopped
+    assert state.policies == {}
+
+
+@pytest.mark.parametrize(
+    "first", [{"format": 2, "id": "s", "log": None, "start": 0, "snapshot": {}, "zones": 1}]
+)
+def test_no_snapshot_founds_a_log(first: dict[str, Any]) -> None:
+    void, state = judged([], dumps(first))
+    assert void.void is not None
+    assert state == State()
+
+
+# What is void for everybody, though one may not see it at once
+
+HALF = "\ud83d"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        POLICY_RECORD[:-1] + b',"x-note":18446744073709551616}',
+        POLICY_RECORD[:-1] + b',"x-note":9223372036854775808}',
+        changed(POLICY_RECORD, **{"x-note": {"deep": [HALF]}}),
+        changed(POLICY_RECORD, **{"x-note": {HALF: 1}}),
+        b'{"format":3,"x-note":"\\ud800"}',
+        dumps({k: v for k, v in json.loads(POLICY_RECORD).items() if k != "log"}),
+        changed(POLICY_RECORD, note="nothing"),
+        changed_in(
+            POLICY_RECORD,
+            policy={k: v for k, v in FILMS.to_json().items() if k != "routing_key"},
+        ),
+        changed_in(MAP_RECORD, map={**queue_map().to_json(), "exchange": ""}),
+        changed_in(
+            MAP_RECORD,
+            map={
+                **queue_map().to_json(),
+                "nodes": [
+                    {"name": each["name"], "addresses": []}
+                    for each in queue_map().to_json()["nodes"]
+                ],
+            },
+        ),
+    ],
+)
+def test_what_is_void_stops_and_freezes_nothing(record: bytes) -> None:
+    void, state = judged(RECORDS, record)
+    assert state == SEEN
+    assert str(void.void).startswith("not a record: ")
+
+
+def test_a_note_that_came_as_a_change_is_void() -> None:
+    void, state = judged(RECORDS, b'{"format":2,"note":"nothing"}')
+    assert state == SEEN
+    assert void.void is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any
 
 import pytest
@@ -116,3 +118,12 @@ def test_an_index_that_is_no_whole_number_from_0_is_refused(index: Any) -> None:
         ShardName("images", "rabbit@rmq0", index)
     with pytest.raises(InvalidInput, match="index: must be a whole number from 0"):
         partition_name("invoices", index)
+
+
+def test_white_space_is_what_the_page_on_the_map_log_says() -> None:
+    ranges = [(0x9, 0xD), (0x1C, 0x20), (0x2000, 0x200A), (0x2028, 0x2029)]
+    alone = [0x85, 0xA0, 0x1680, 0x202F, 0x205F, 0x3000]
+    listed = {code for first, last in ranges for code in range(first, last + 1)} | set(alone)
+    assert {code for code in range(sys.maxunicode + 1) if chr(code).isspace()} == listed
+    spaces = re.compile(r"\s")
+    assert {code for code in range(sys.maxunicode + 1) if spaces.match(chr(code))} == listed

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sharding import InvalidInput, OnUnavailable, Policy, policy_for
+from sharding.maps.policy import check_portable
 
 POLICY = Policy(
     "pictures",
@@ -195,3 +196,42 @@ def test_a_field_of_the_wrong_type_is_named(field: str) -> None:
 def test_a_field_nobody_knows_is_refused_by_name() -> None:
     with pytest.raises(InvalidInput, match=r"policy\.color: is not a field"):
         Policy.from_json({**POLICY.to_json(), "color": "red"})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^images$",
+        "images|films",
+        r"^shop\.(?:eu|us)\..*",
+        r"^[a-z_]+[^/\]-]?\/x{2,3}$",
+        r"gr[üß]+.*?",
+        r"a\++b\}+\(+",
+        Policy.exactly("a b.c(d)[e]^$\\é+", 1, name="a").pattern,
+    ],
+)
+def test_a_pattern_that_all_languages_read_alike_may_be_set(pattern: str) -> None:
+    assert check_portable(pattern) == pattern
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\d+",
+        r"\bimages",
+        r"(?i)images",
+        r"(?=a)a",
+        r"(?P<n>a)",
+        r"(a)\1",
+        "a++",
+        "a{1,2}+",
+        r"[\w]",
+        "[[a]",
+        "[a&&b]",
+        r"\Zimages",
+        r"a\u0041",
+    ],
+)
+def test_a_pattern_that_languages_read_differently_is_not_set(pattern: str) -> None:
+    with pytest.raises(InvalidInput, match="in all languages"):
+        check_portable(pattern)

@@ -237,18 +237,18 @@ def a_snapshot_of(reader: LogReader, entries: list[dict[str, Any]], epoch: int) 
 def test_an_entry_of_an_unknown_kind_brings_back_no_map_of_its_name() -> None:
     reader = read_all(founded(FIRST, SECOND))
     gone = {"kind": MAP, "name": "images", "revision": 2}
-    unknown = {"kind": "token", "name": "images", "revision": 1}
+    unknown = {"kind": "token", "name": "images"}
     feed(reader, a_snapshot_of(reader, [gone, unknown], 9))
     assert reader.state is not None
     assert reader.start == 2
     assert reader.state.maps == {}
-    assert reader.state.frozen.keys() == {Entry("token", "images")}
+    assert reader.state.frozen.keys() == {Entry(MAP, "images")}
 
 
 def test_what_a_reader_knew_does_not_decide_whether_it_is_a_snapshot() -> None:
     reader = read_all(founded(FIRST, SECOND))
     newer = {"kind": MAP, "name": "images", "revision": 1, "order": "strict"}
-    feed(reader, a_snapshot_of(reader, [newer], 0))
+    feed(reader, a_snapshot_of(reader, [newer], 1))
     assert reader.start == 2
 
 
@@ -263,3 +263,86 @@ def test_a_change_of_what_is_frozen_is_void_for_its_writer() -> None:
     assert seen is not None
     assert seen.void is not None
     assert reader.state.policies["pictures"].shards_per_node == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "concerned"),
+    [("token", Entry(MAP, "images")), ("policy-tuned", Entry(POLICY, "images"))],
+)
+def test_an_entry_of_an_unknown_kind_concerns_what_a_change_of_that_kind_would(
+    kind: str, concerned: Entry
+) -> None:
+    reader = read_all(founded(FIRST, SECOND))
+    feed(reader, a_snapshot_of(reader, [{"kind": kind, "name": "images", "steps": [1]}], 2))
+    assert reader.start == 2
+    assert reader.state is not None
+    assert reader.state.frozen.keys() == {concerned}
+    assert ("images" in reader.state.maps) == (concerned.kind == MAP)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"kind": POLICY, "name": "gone", "revision": 0},
+        {"kind": POLICY, "name": "gone", "revision": 4},
+        {"kind": MAP, "name": "images", "revision": 4, "order": "strict"},
+        {"kind": POLICY, "name": "gone", "order": "strict"},
+    ],
+)
+def test_a_snapshot_whose_revisions_can_not_be_is_none(entry: dict[str, Any]) -> None:
+    reader = read_all(founded(FIRST, SECOND))
+    before = reader.state
+    feed(reader, a_snapshot_of(reader, [entry], 3))
+    assert (reader.start, reader.state) == (0, before)
+
+
+# The first record is gone
+
+
+def test_where_the_first_record_is_gone_an_accepted_snapshot_says_which_log_it_is() -> None:
+    whole = read_all(RECORDS)
+    state = whole.state
+    assert state is not None
+    meant_for_another = proposal(State(log="another"), State(log="another").with_policy(PICTURES))
+    would_found = proposal(State(), FIRST, name="late founder")
+    records = [meant_for_another, would_found, *parts_of(whole)]
+    reader = LogReader()
+    for offset, record in enumerate(records, 3):
+        if offset == 4:
+            assert reader.state is None
+        reader.read(offset, record)
+    assert reader.log == whole.log
+    assert reader.state == state
+
+
+def test_where_the_first_record_is_gone_nothing_is_known_without_a_snapshot() -> None:
+    reader = LogReader()
+    for offset, record in enumerate(RECORDS, 3):
+        reader.read(offset, record)
+    assert (reader.state, reader.log) == (None, "")
+    ways = LogReader()
+    ways.skip(3, b"through another exchange")
+    assert ways.state is None
+
+
+def test_a_snapshot_that_ended_may_begin_again_and_text_has_no_halves() -> None:
+    parts = parts_of(read_all(RECORDS))
+    again = read_all([*RECORDS, parts[0], parts[0], *parts])
+    assert again.start == len(RECORDS)
+    half = edited(parts[0], text="\ud83d" + json.loads(parts[0])["snapshot"]["text"])
+    seen = feed(read_all(RECORDS), half)
+    assert seen is not None
+    assert seen.void is not None
+
+
+def test_a_reader_that_missed_records_knows_nothing_until_a_snapshot_says_all() -> None:
+    whole = read_all(RECORDS)
+    for start, seen in ((0, RECORDS[:1]), (1, [])):
+        reader = read_all(seen, LogReader(whole.log, start))
+        reader.read(3, b"the one at offset 2 is gone")
+        assert reader.state is None
+        early = parts_of(read_all(RECORDS[:2]))
+        for part in [*early, *snapshot_records(replay(RECORDS), 2, name="s")]:
+            reader.read(reader.next_offset, part)
+        assert reader.state == whole.state
+        assert reader.start == 3
