@@ -161,7 +161,9 @@ class LogReader:
         return self._read_changes(offset, record, len(body))
 
     def _arrive_at(self, offset: int) -> None:
-        if offset > self.next_offset:  # what is missing was removed, and may have said anything
+        # Only the first record is known to have been there. Between others a stream keeps things of
+        # its own (offsets that readers stored, say), and to store one takes no right but read.
+        if offset > self.next_offset == 0:
             self.state, self._covered = None, max(self._covered, offset - 2)
             self._recent.clear()
             self._pending.clear()
