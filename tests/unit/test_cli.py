@@ -112,7 +112,8 @@ def test_watch_brings_what_is_kept_of_others_when_one_name_fails(
     def interrupt(_: float) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sharding.cli.maps.time.sleep", interrupt)
+    # Not `time.sleep` itself: threads of others (py4j's) would be interrupted too.
+    monkeypatch.setattr("sharding.cli.maps.time", SimpleNamespace(sleep=interrupt))
     result = CliRunner().invoke(app, ["shards", "watch"])
     assert one_fails.brought == ["b", "c"]
     assert result.stderr.startswith("warren: a: no node of it answers; trying again\n")
