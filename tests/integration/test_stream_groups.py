@@ -474,6 +474,20 @@ def test_partitions_that_are_added_and_deleted_are_followed(
         log.wait_for(20)
 
 
+def test_who_is_made_after_a_partition_was_added_knows_it(
+    cluster: Cluster, environment: StreamEnvironment, invoices: str
+) -> None:
+    """The environment remembers partitions; a consumer keeps what it was told for its life."""
+    added = f"{invoices}-{PARTITIONS}"
+    environment.consumer(invoices, **patient.READER).close()
+    add_partition(cluster, invoices, added, PARTITIONS)
+    try:
+        with environment.consumer(invoices, **patient.READER) as consumer:
+            assert added in consumer.streams
+    finally:
+        environment.delete_stream(added)
+
+
 def add_partition(cluster: Cluster, super_stream: str, stream: str, order: int) -> None:
     """What an operator does: a stream, and a binding that says its place."""
     url = cluster.nodes[0].endpoint.amqp_url

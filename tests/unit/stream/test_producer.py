@@ -952,6 +952,25 @@ def test_a_publisher_that_worked_is_opened_again_at_once(
     assert len(world.clients) == count + 1
 
 
+def test_an_election_is_not_waited_for_on_the_threads_of_all(
+    make: Make, world: World, later: HandRecovery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four streams without a leader held up all others of the environment, a quarter of a minute
+    each time."""
+    asked: list[float] = []
+
+    def leader(_: str, timeout: float) -> Broker:
+        asked.append(timeout)
+        return LEADER
+
+    monkeypatch.setattr(world, "leader", leader)
+    make(later=later, linger=0)
+    assert asked[0] > 1
+    world.lose()
+    later.run(0)
+    assert asked[1:] == [1.0]
+
+
 def test_a_closed_environment_fails_its_producers(world: World) -> None:
     recovery = Recovery()
     options = ProducerOptions(linger=60)
