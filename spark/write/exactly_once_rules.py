@@ -31,11 +31,10 @@ of rows after a shuffle nor the number of tasks. So:
    broker drops, the last id is then not the dropped task's: each looks again when all is confirmed.
    If the last id is the one it meant, nothing that was dropped was other than it meant.
 
-An id has 63 bits. 19 of them are for the batch, so there is another name after each 524,288
-batches; 6 for the version: of 64 changes the tasks of other streams miss one; 16 for the check: it
-misses one change in 65,536, together with the version one in four millions; 22 for the rank. The
-batch stands where it stood when there was no version and the check had 20 bits, so what is stored
-under such ids is still known by its batch.
+An id has 63 bits. 17 of them are for the batch, so there is another name after each 131,072
+batches; 4 for the version: of 16 changes the tasks of other streams miss one; 20 for the check: it
+misses one change in a million, and what it misses is lost in silence, so no bit of it is for sale;
+22 for the rank.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from sharding.stream.producer.partitioning import by_hash
 from spark.options.values import BadOption
 from spark.write.messages import Key
 
-BATCH_BITS, VERSION_BITS, CHECK_BITS, RANK_BITS = 19, 6, 16, 22
+BATCH_BITS, VERSION_BITS, CHECK_BITS, RANK_BITS = 17, 4, 20, 22
 BATCHES = 1 << BATCH_BITS
 """How many batches there are under one name."""
 MAX_RANK = (1 << RANK_BITS) - 1
@@ -144,7 +143,7 @@ class StreamOwners:
 def producer_name(query: str, batch: int) -> str:
     """
     >>> producer_name("5f3a", 1_000_000)
-    '5f3a/1'
+    '5f3a/7'
     """
     return f"{query}/{batch >> BATCH_BITS}"
 
@@ -153,7 +152,7 @@ def content_check(ordered: Iterable[Sequence[bytes]]) -> int:
     """What tells the rows of a stream in a batch from any others.
 
     >>> hex(content_check([[b"a"], [b"b"]]))
-    '0xe52'
+    '0xe52b'
     """
     found = blake2b(digest_size=8)
     for messages in ordered:
@@ -165,7 +164,7 @@ def row_ids(batch: int, version: int, check: int, rows: int) -> range:
     """The ids of a stream's rows in a batch, in their order.
 
     >>> [bin(each) for each in row_ids(1, 0b11, 0b101, 2)][0]
-    '0b100001100000000000001010000000000000000000001'
+    '0b10011000000000000000001010000000000000000000001'
     """
     before = batch % BATCHES << VERSION_BITS | version
     before = (before << CHECK_BITS | check) << RANK_BITS

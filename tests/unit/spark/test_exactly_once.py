@@ -26,6 +26,7 @@ from spark.write.exactly_once import (
 from spark.write.exactly_once_rules import (
     BATCHES,
     MAX_RANK,
+    VERSION_BITS,
     RowsDropped,
     StreamOwners,
     WouldLoseRows,
@@ -351,7 +352,8 @@ def test_stream_that_is_bound_twice_is_one_stream_and_gets_the_keys_of_both() ->
 def test_ids_rise_from_batch_to_batch_and_from_row_to_row() -> None:
     last = 0
     for batch in (0, 1, 2, BATCHES - 1):
-        for found in row_ids(batch, 63, content_check([[b"b", b"a"], [b"", b"a"]]), 4):
+        check = content_check([[b"b", b"a"], [b"", b"a"]])
+        for found in row_ids(batch, (1 << VERSION_BITS) - 1, check, 4):
             assert last < found < 2**63
             last = found
 
