@@ -1,10 +1,10 @@
 """Which tests run in one process, one after the other, and which begin first.
 
-Tests of a group share what is costly or can be had once: all that harm nodes, as there is one
-cluster for that; all of Spark, as a JVM serves them; otherwise those of a module. Groups are dealt
-out to the processes of a run in the order here, the longest first, so that none is left over while
-the other processes have nothing to do: what harms nodes and Spark, then what needs brokers, by the
-number of its tests. It waits more than it works; what only works fills the rest.
+Tests of a group share what is costly or can be had once: all that harm nodes of a version, as there
+is one cluster for that; all of Spark, as a JVM serves them; otherwise those of a module. Groups are
+dealt out to the processes of a run in the order here, the longest first, so that none is left over
+while the other processes have nothing to do: what harms nodes and Spark, then what needs brokers,
+by the number of its tests. It waits more than it works; what only works fills the rest.
 
 Only the processes that run tests know them (and their fixtures), so they write down which test is
 of which group for the one that deals them out.
@@ -48,7 +48,7 @@ def in_order(items: list[pytest.Item], pool: Pool) -> None:
 
 def _group(item: pytest.Item) -> str:
     if "harmed" in getattr(item, "fixturenames", ()):
-        return "harm"
+        return f"harm/{item.callspec.params['chosen_version']}"  # type: ignore[attr-defined]
     _, folder, *rest = item.nodeid.partition("::")[0].split("/")
     return "spark" if folder == "spark" else "/".join([folder, *rest])
 
