@@ -4,6 +4,9 @@ NAME ?= warren
 NODES ?= 3
 VERSION ?= 4.0
 RUN := .venv/bin/
+# A run starts hundreds of Python processes. Where this is set (containers do), each of them would
+# compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 # How tests are dealt out: tests/support/scheduling.py. ONLY=groups runs those with `groups` in the
 # name of their folder, file or function.
 # Five at a time on two cores: most of a test's time is waiting for a broker.
