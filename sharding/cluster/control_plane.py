@@ -172,7 +172,7 @@ class ControlPlane:
         try:
             async with asyncio.timeout(self.options.connect_timeout):
                 await self.log.attach(session)
-                await self.log.catch_up(self.options.connect_timeout)
+            await self.log.catch_up(self.options.connect_timeout)
             await self._learn_addresses(session)
         except BaseException as error:
             if isinstance(error, Exception) and self.view and not self._nodes.last:
