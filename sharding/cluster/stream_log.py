@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pika
 
@@ -83,7 +84,8 @@ class LogFollower:
         self._cut: UnsupportedFormat | None = None
         self._on_change = on_change
         self._moved = asyncio.Event()
-        self._verdicts: dict[str, asyncio.Future[bool]] = {}
+        self._verdicts: WeakValueDictionary[str, asyncio.Future[bool]] = WeakValueDictionary()
+        """Of each record of ours, for as long as somebody wants to know it."""
         self._due = False
         self._session: Session | None = None
         self._patience: _Patience | None = None
@@ -181,7 +183,7 @@ class LogFollower:
         self._reading = None
         self._log, self._founded_at, self._searched = "", None, sys.maxsize
         self._reader, self._hidden, self._cut = LogReader(), True, None
-        for waiting in self._verdicts.values():
+        for waiting in list(self._verdicts.values()):
             if not waiting.done():
                 waiting.set_result(False)
 
@@ -384,8 +386,13 @@ class LogFollower:
 
     # Writing
 
-    async def append(self, before: State, proposed: State) -> bool:
-        """Propose what `proposed` changes of `before`; whether it took effect, or came too late."""
+    async def append(
+        self, before: State, proposed: State, verdict: asyncio.Future[bool] | None = None
+    ) -> bool:
+        """Propose what `proposed` changes of `before`; whether it took effect, or came too late.
+
+        Where that is not known, as the connection was lost, `verdict` is told when it is.
+        """
         changes = changes_between(before, proposed)
         if not changes:
             return True
@@ -396,13 +403,10 @@ class LogFollower:
                 raise UnsupportedFormat(why)
         name = uuid.uuid4().hex
         record = map_log.encode(changes, name=name, log=before.log, start=self._reader.start)
-        verdict: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        verdict = verdict or asyncio.get_running_loop().create_future()
         self._verdicts[name] = verdict
-        try:
-            await self._publish([record])
-            took_effect = await verdict
-        finally:
-            self._verdicts.pop(name, None)
+        await self._publish([record])
+        took_effect = await verdict
         if self._due:
             self._due = False
             await self._append_snapshot()

@@ -31,6 +31,7 @@ class FakeBroker:
     removed: int = 0
     """How many records a retention has taken away."""
     made: int = 0
+    is_open: bool = True
     chunk: int = CHUNK
     pause: float = 0.0
     """How many seconds pass before each record that is read from an offset on."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sharding import MissingRight, Policy, UnsupportedFormat
 from sharding.cluster import stream_log
+from sharding.cluster.control_plane import ControlPlane
+from sharding.cluster.management import ClusterView
 from sharding.cluster.stream_log import LOOKS_AT_THE_END, LogFollower
 from sharding.errors import Unreachable
 from sharding.maps import snapshots
 from sharding.maps.map_log import LOG, NOTES, NOTHING, State
 from sharding.maps.snapshots import snapshot_records
 from tests.cluster.waiting import PATIENCE
+from tests.support import patient
 from tests.support.fake_log import FakeBroker, FakeChannel
 from tests.support.hand_time import run_without_waiting
 from tests.support.log_records import founded, parts_of, proposal, read_all, replay
@@ -444,6 +448,38 @@ def test_a_change_for_a_log_that_is_gone_is_void_and_asked_for_again() -> None:
         await log.catch_up(PATIENCE)
         assert await waiting is False
         assert log.state.policies.keys() == {"new"}
+
+    run(main())
+
+
+def test_a_change_whose_answer_got_lost_takes_effect_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was made again, of what it had made already."""
+
+    async def main() -> None:
+        broker = FakeBroker(through(LOG, *founded(FIRST)))
+        plane = ControlPlane(
+            ["amqp://127.0.0.1:1"], ClusterView([], 1.0), patient.TOPOLOGY, lambda *_: None
+        )
+        await following(broker, plane.log)
+        plane.session = broker.session
+        publish, lost = FakeChannel.publish_mandatory, [True, False]
+
+        async def stored_and_lost(channel: FakeChannel, *what: Any, **how: Any) -> bool:
+            stored = await publish(channel, *what, **how)
+            if lost.pop(0):
+                raise Unreachable("the connection is closed")
+            return stored
+
+        monkeypatch.setattr(FakeChannel, "publish_mandatory", stored_and_lost)
+
+        async def one_more(state: State) -> State:
+            pictures = state.policies["pictures"]
+            more = replace(pictures, shards_per_node=pictures.shards_per_node + 1)
+            return state.with_policy(more)
+
+        state = await plane.change(one_more)
+        assert state.policies["pictures"].shards_per_node == 2
+        assert state.epoch == 2
 
     run(main())
 
