@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Five at a time on two cores: most of a test's time is waiting for a broker.
 PYTEST := $(RUN)pytest --numprocesses 5 --durations 15 --durations-min 5 $(if $(ONLY),-k '$(ONLY)')
 
-.PHONY: demo unit test test-all lint matrix bench fuzz own-tests zip up down status checked brokers ready
+.PHONY: demo unit test test-all lint matrix bench bench-maps fuzz own-tests zip up down status checked brokers ready
 
 demo: ready
 	$(RUN)python -m examples.demo
@@ -48,6 +48,11 @@ lint: ready
 bench: ready
 	$(RUN)pip install --quiet --editable '.[bench]'
 	$(RUN)python -m benchmarks $(ONLY)
+
+# What a new client pays to learn the maps, in seconds of this machine: nothing else may run on it.
+# The table is for docs/operations.md. MAPS="--queues 10 --changes 100" asks for less.
+bench-maps: ready
+	$(RUN)python -m benchmarks.map_log $(MAPS)
 
 # Mutated frames and chunks for SECONDS, beyond what `make test` tries.
 SECONDS ?= 60

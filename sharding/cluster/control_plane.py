@@ -172,7 +172,7 @@ class ControlPlane:
         try:
             async with asyncio.timeout(self.options.connect_timeout):
                 await self.log.attach(session)
-                await self.log.catch_up(self.options.connect_timeout)
+            await self.log.catch_up(self.options.connect_timeout)
             await self._learn_addresses(session)
         except BaseException as error:
             if isinstance(error, Exception) and self.view and not self._nodes.last:
@@ -240,21 +240,27 @@ class ControlPlane:
     async def change(self, step: Callable[[State], Awaitable[State | None]]) -> State:
         """Append what `step` makes of the current state, again and again until it is not void.
 
-        `step` returns None where there is nothing to change.
+        `step` returns None where there is nothing to change. It takes effect once: where only the
+        answer got lost, reading on shows that the record was stored.
         """
+        proposals: list[asyncio.Future[bool]] = []
         async with asyncio.timeout(self.options.change_timeout):
             while True:
                 session = await self.connected(unless_denied=True)
                 if await self._is_current(session):
+                    if any(each.done() and each.result() for each in proposals):
+                        return self.log.state
                     state = self.log.state
                     proposed = await step(state)
+                    proposals.append(asyncio.get_running_loop().create_future())
                     try:
-                        if proposed is None or await self.log.append(state, proposed):
+                        if proposed is None or await self.log.append(
+                            state, proposed, proposals[-1]
+                        ):
                             return self.log.state
                     except MissingRight:
                         raise
                     except RemoteError as error:
-                        # The record may have been stored; reading on will show it.
                         logger.info("a change of the map log went wrong, trying again: %s", error)
                 await asyncio.sleep(_random.uniform(0, 0.05))
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pika
 
@@ -49,7 +50,7 @@ LOOKS_AT_THE_END = 6
 LOOK_AGAIN = 0.2
 # How many records a new reader first steps back from the end where these say nothing; then twice.
 STEP_BACK = 100
-# One step must end within the time of a catch-up; the next one goes on where the last stood.
+# One that is interrupted is made again, by who goes on through another node.
 LONGEST_STEP = 3_200
 SNAPSHOT_TIMEOUT = 5.0
 
@@ -71,6 +72,8 @@ class LogFollower:
         self._reader = LogReader()
         self._log = ""
         """The identity of the log that is read; none while nobody has founded it."""
+        self._founded_at: int | None = None
+        """The offset of the record that says so; None where that is gone."""
         self._first = ""
         """Its first record, by which one that nobody has founded is known again."""
         self._searched = sys.maxsize
@@ -81,9 +84,12 @@ class LogFollower:
         self._cut: UnsupportedFormat | None = None
         self._on_change = on_change
         self._moved = asyncio.Event()
-        self._verdicts: dict[str, asyncio.Future[bool]] = {}
+        self._verdicts: WeakValueDictionary[str, asyncio.Future[bool]] = WeakValueDictionary()
+        """Of each record of ours, for as long as somebody wants to know it."""
         self._due = False
         self._session: Session | None = None
+        self._patience: _Patience | None = None
+        """Of the catch-up that is under way."""
         self._turn = asyncio.Lock()
         self._next_turn: asyncio.Task[None] | None = None
 
@@ -112,7 +118,9 @@ class LogFollower:
     async def catch_up(self, timeout: float) -> None:
         """Return when all that was in the log at the time of the call has been read.
 
-        Whoever asks while one is under way shares the next one with all who do.
+        `TimeoutError` if nothing came for so long: what is ignored takes its time, and who began
+        anew for that would never come to the end of it. Whoever asks while one is under way shares
+        the next one with all who do.
         """
         turn = self._next_turn
         if turn is None:
@@ -122,9 +130,13 @@ class LogFollower:
 
     async def _in_turn(self, timeout: float) -> None:
         try:
-            async with asyncio.timeout(timeout), self._turn:
+            async with self._turn, asyncio.timeout(timeout) as deadline:
                 self._next_turn = None
-                await self._catch_up(self._attached())
+                self._patience = _Patience(deadline, timeout)
+                try:
+                    await self._catch_up(self._attached())
+                finally:
+                    self._patience = None
         finally:
             if self._next_turn is asyncio.current_task():
                 self._next_turn = None
@@ -132,15 +144,19 @@ class LogFollower:
     async def _catch_up(self, session: Session) -> None:
         while True:
             tail = await self._tail(session)
-            self._log = self._log or self._reader.log
-            log, first = await self._identity(session, _offset(tail[-1]))
+            if not self._log:
+                self._log, self._founded_at = self._reader.log, self._reader.founded_at
+            log, first, founded_at = await self._identity(session, _offset(tail[-1]))
             if self._log and log != self._log:
                 logger.warning("the map log is another one now; the old one counts no more")
                 self._begin()
             if not self._is_reading:
                 if not self._log and (log or first != self._first):
                     start = await self._newest_start(session, tail, log) if log else 0
-                    self._log, self._reader, self._cut = log, LogReader(log, start), None
+                    if founded_at is not None and start <= founded_at:
+                        start = 0  # what lies there is of no log, whatever it cites
+                    self._log, self._founded_at = log, founded_at
+                    self._reader, self._cut = LogReader(log, start), None
                 self._first = first
                 await self._read_on(session)
             last = await self._end(session, tail)
@@ -165,9 +181,9 @@ class LogFollower:
         if self._reading is not None:
             self._reading.close()
         self._reading = None
-        self._log, self._reader, self._hidden, self._cut = "", LogReader(), True, None
-        self._searched = sys.maxsize
-        for waiting in self._verdicts.values():
+        self._log, self._founded_at, self._searched = "", None, sys.maxsize
+        self._reader, self._hidden, self._cut = LogReader(), True, None
+        for waiting in list(self._verdicts.values()):
             if not waiting.done():
                 waiting.set_result(False)
 
@@ -198,6 +214,7 @@ class LogFollower:
                 return False
             assert self._reading is not None
             await _first_of(self._moved, self._reading)
+            self._go_on_waiting()
         return True
 
     # Short readings
@@ -208,6 +225,7 @@ class LogFollower:
         arrived = asyncio.Event()
 
         def note(message: Message) -> None:
+            self._hear(message)
             found.append(message)
             arrived.set()
 
@@ -227,19 +245,20 @@ class LogFollower:
             await channel.qos(WHOLE_CHUNK)
         finally:
             channel.close()
-        self.bytes_read += sum(len(message.body) for message in found)
         return found
 
-    async def _identity(self, session: Session, last: int) -> tuple[str, str]:
-        """The identity of the log, by the record that founded it, none if nobody has; and which
-        record is its first.
+    async def _identity(self, session: Session, last: int) -> tuple[str, str, int | None]:
+        """The identity of the log, by the record that founded it, none if nobody has; which record
+        is its first; and at which offset it was founded.
 
-        It is mostly the first record. Where other things lie before it, who knows no log is told
-        none, and finds out by reading on; who knows one has to know whether it is still that, and
-        has read where it was founded. Where the first record is gone, a snapshot has to say it; if
-        none does, it can't be told that it is another one.
+        That is mostly one of the first. Other things may lie before it: garbage, or the notes of
+        many who found the log empty at the same time. Who is about to begin looks for it however
+        far it is, or he would have to read all that was ever written. Who has begun looks where it
+        was, and who found none is told of it by what he reads. Where the first record is gone, a
+        snapshot has to say it; if none does, it can't be told that it is another one.
         """
         reader, first = LogReader(), ""
+        has_begun = bool(self._log) or self._is_reading
 
         def is_known(message: Message) -> bool:
             nonlocal first
@@ -247,17 +266,17 @@ class LogFollower:
             _feed(reader, message)
             if reader.log or (reader.state and reader.state.stopped):
                 return True
-            return reader.state is not None and reader.next_offset >= FEW
+            return has_begun and reader.state is not None and reader.next_offset >= FEW
 
         await self._look(session, "first", last, is_known)
         if reader.state is None:
-            return self._log, first
+            return self._log, first, self._founded_at
         found = reader.log or reader.state.stopped
-        founded_at = self._reader.founded_at
-        if self._log and not found and founded_at is not None and founded_at <= last:
-            reader.next_offset = founded_at  # what lies between founds nothing
-            await self._look(session, founded_at, founded_at, is_known)
-        return reader.log, first
+        at = self._founded_at
+        if self._log and not found and at is not None and at <= last:
+            reader.next_offset = at  # what lies between founds nothing
+            await self._look(session, at, at, is_known)
+        return reader.log, first, reader.founded_at
 
     async def _newest_start(self, session: Session, tail: list[Message], log: str) -> int:
         """Where to start: step back from the end until a record says it."""
@@ -265,15 +284,16 @@ class LogFollower:
         first, step = min(_offset(tail[0]), self._searched), STEP_BACK
         while start is None and first > 0:
             until, first, step = first - 1, max(0, first - step), min(2 * step, LONGEST_STEP)
-            start = newest_start(_changes(await self._records(session, first, until)), log)
+            start = newest_start(await self._changes_in(session, first, until), log)
             self._searched = first
         return start or 0
 
-    async def _records(self, session: Session, first: int, last: int) -> list[Message]:
-        found: list[Message] = []
+    async def _changes_in(self, session: Session, first: int, last: int) -> list[bytes]:
+        """The records of changes from one offset to another; the others are not kept."""
+        found: list[bytes] = []
 
         def note(message: Message) -> bool:
-            found.append(message)
+            found.extend(_changes([message]))
             return False
 
         await self._look(session, first, last, note)
@@ -288,7 +308,7 @@ class LogFollower:
         def note(message: Message) -> None:
             if isinstance(start, int) and _offset(message) < start:
                 return  # a chunk is sent whole, also the records before the one asked for
-            self.bytes_read += len(message.body)
+            self._hear(message)
             if not done.is_set() and (enough(message) or _offset(message) >= last):
                 done.set()
             if not done.is_set():
@@ -302,6 +322,14 @@ class LogFollower:
             _raise_if_ended(done, channel)
         finally:
             channel.close()
+
+    def _hear(self, message: Message) -> None:
+        self.bytes_read += len(message.body)
+        self._go_on_waiting()
+
+    def _go_on_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.begin_anew()
 
     # The reading that does not end
 
@@ -358,8 +386,13 @@ class LogFollower:
 
     # Writing
 
-    async def append(self, before: State, proposed: State) -> bool:
-        """Propose what `proposed` changes of `before`; whether it took effect, or came too late."""
+    async def append(
+        self, before: State, proposed: State, verdict: asyncio.Future[bool] | None = None
+    ) -> bool:
+        """Propose what `proposed` changes of `before`; whether it took effect, or came too late.
+
+        Where that is not known, as the connection was lost, `verdict` is told when it is.
+        """
         changes = changes_between(before, proposed)
         if not changes:
             return True
@@ -370,13 +403,10 @@ class LogFollower:
                 raise UnsupportedFormat(why)
         name = uuid.uuid4().hex
         record = map_log.encode(changes, name=name, log=before.log, start=self._reader.start)
-        verdict: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        verdict = verdict or asyncio.get_running_loop().create_future()
         self._verdicts[name] = verdict
-        try:
-            await self._publish([record])
-            took_effect = await verdict
-        finally:
-            self._verdicts.pop(name, None)
+        await self._publish([record])
+        took_effect = await verdict
         if self._due:
             self._due = False
             await self._append_snapshot()
@@ -424,6 +454,18 @@ class LogFollower:
                 raise
             else:
                 self.refused = error
+
+
+class _Patience:
+    """With a reading that goes on, however long it takes; a silent one has `timeout` seconds."""
+
+    def __init__(self, deadline: asyncio.Timeout, timeout: float) -> None:
+        self._deadline = deadline
+        self._timeout = timeout
+
+    def begin_anew(self) -> None:
+        if not self._deadline.expired():
+            self._deadline.reschedule(asyncio.get_running_loop().time() + self._timeout)
 
 
 async def _make(session: Session) -> None:

@@ -354,8 +354,9 @@ class Topology:
         self._once_sharded |= old.maps.keys() - new.maps.keys()
         # What was there before this process is no news, though it is read record by record.
         level = logging.DEBUG if self._plane.validated_at is None else logging.INFO
-        for sentence in state_difference(old, new):
-            logger.log(level, "%s", sentence)
+        if logger.isEnabledFor(level):
+            for sentence in state_difference(old, new):
+                logger.log(level, "%s", sentence)
         for listener in list(self._listeners):
             try:
                 listener(old, new)

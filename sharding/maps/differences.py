@@ -9,7 +9,11 @@ from sharding.maps.shard_map import ShardMap
 
 
 def state_difference(old: State, new: State) -> list[str]:
-    """What changed between two states of the map log, a sentence for each name."""
+    """What changed between two states of the map log, a sentence for each name.
+
+    Not which slots have moved: to know that of a thousand maps takes minutes, and who logs this
+    has heartbeats to answer.
+    """
     told = [
         f"the policy {name!r} is {'set' if name in new.policies else 'cleared'}"
         for name in sorted({*old.policies, *new.policies})
@@ -20,7 +24,7 @@ def state_difference(old: State, new: State) -> list[str]:
         if before is None:
             told.append(f"{logical} has {len(shard_map.shards)} shards, epoch {shard_map.epoch}")
         elif before != shard_map:
-            told.append(f"{logical}: {'; '.join(difference(before, shard_map))}")
+            told.append(f"{logical}: {'; '.join(_changes(before, shard_map))}")
     return [*told, *(f"{name} is sharded no more" for name in old.maps if name not in new.maps)]
 
 
@@ -30,6 +34,11 @@ def difference(old: ShardMap, new: ShardMap) -> list[str]:
         raise InvalidInput(
             "shard_map.logical", f"must be {old.logical!r} in both maps", new.logical
         )
+    return [*_changes(old, new), *_moved_slots(old, new)]
+
+
+def _changes(old: ShardMap, new: ShardMap) -> list[str]:
+    """All of it that is written in the maps."""
     return [
         *([f"epoch {old.epoch} → {new.epoch}"] if old.epoch != new.epoch else []),
         *([f"kind {old.kind} → {new.kind}"] if old.kind != new.kind else []),
@@ -37,7 +46,6 @@ def difference(old: ShardMap, new: ShardMap) -> list[str]:
         *_policy_changes(old.policy, new.policy),
         *_node_changes(old, new),
         *_shard_changes(old, new),
-        *_moved_slots(old, new),
     ]
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
-from sharding.errors import InvalidInput, UnsupportedFormat
+from sharding.errors import InvalidInput, UnsupportedFormat, shown
 
 Scalar: TypeAlias = str | int | float | bool
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class JsonObject:
     def close(self) -> None:
         if self._fields:
             raise InvalidInput(
-                f"{self._where}.{min(self._fields)}", "is not a field of this format", self._fields
+                named(self._where, min(self._fields)), "is not a field of this format", self._fields
             )
 
     def _take(self, name: str, kind: type[T], described: str) -> T:
@@ -93,6 +93,12 @@ class JsonObject:
         if not isinstance(value, kind) or (kind is int and not is_whole(value)):
             raise InvalidInput(field, f"must be {described}", value)
         return value
+
+
+def named(where: str, name: str) -> str:
+    """A field with a name that others chose, for a message: it may be of any length, and of lines
+    and colours that a terminal or a log would obey."""
+    return f"{where}.{name if name.isprintable() and len(name) < 80 else shown(name)}"
 
 
 def parse(text: str | bytes, where: str) -> object:
@@ -205,11 +211,11 @@ def check_arguments(field: str, arguments: Mapping[str, Any]) -> FrozenMapping:
             raise InvalidInput(field, "must have names of 1 to 255 bytes of UTF-8", name)
         if isinstance(value, str):
             if not is_text(value):
-                raise InvalidInput(f"{field}.{name}", "must be text that UTF-8 can express", value)
+                raise InvalidInput(named(field, name), "must be text that UTF-8 can express", value)
         elif not isinstance(value, int | float):
-            raise InvalidInput(f"{field}.{name}", "must be text, a number or true/false", value)
+            raise InvalidInput(named(field, name), "must be text, a number or true/false", value)
         elif isinstance(value, int) and value not in INT64:
-            raise InvalidInput(f"{field}.{name}", "must fit in 64 bits", value)
+            raise InvalidInput(named(field, name), "must fit in 64 bits", value)
         elif isinstance(value, float) and not math.isfinite(value):
-            raise InvalidInput(f"{field}.{name}", "must be a finite number", value)
+            raise InvalidInput(named(field, name), "must be a finite number", value)
     return FrozenMapping(arguments)

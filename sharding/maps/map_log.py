@@ -32,8 +32,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from sharding.errors import InvalidInput, UnsupportedFormat
-from sharding.maps.json_fields import INT64, JsonObject, is_text, is_whole, parse_strictly
+from sharding.errors import InvalidInput, UnsupportedFormat, shown
+from sharding.maps.json_fields import INT64, JsonObject, is_text, is_whole, named, parse_strictly
 from sharding.maps.policy import Policy
 from sharding.maps.shard_map import ShardMap
 
@@ -348,8 +348,7 @@ def _claim(value: object, where: str) -> _Claim:
     kind, name = item.text("kind"), item.text("name")
     if kind not in _KINDS:
         concerned = concerned_by(kind, short_text(where, name))
-        unknown = f"{where}.kind: this Warren does not know {kind!r}; upgrade rabbit-warren here"
-        return _Claim(concerned, None, item, None, where, unknown)
+        return _Claim(concerned, None, item, None, where, unknown_kind(where, kind))
     what, content = _KINDS[kind]
     known = frozenset((content,)) if content else frozenset()
     base = whole(f"{where}.base", item.integer("base"))
@@ -386,6 +385,10 @@ def decode_value(
     return replace(found, log=log)
 
 
+def unknown_kind(where: str, kind: str) -> str:
+    return f"{where}.kind: this Warren does not know {shown(kind)}; upgrade rabbit-warren here"
+
+
 def unknown_field(value: object, known: frozenset[str], where: str) -> str:
     """What to say of the first field that is neither known nor a remark; empty if there is none."""
     if not isinstance(value, dict):
@@ -393,16 +396,18 @@ def unknown_field(value: object, known: frozenset[str], where: str) -> str:
     unknown = sorted(name for name in value if name not in known and not name.startswith(REMARK))
     if not unknown:
         return ""
-    return f"{where}.{unknown[0]}: this Warren does not know it; upgrade rabbit-warren here"
+    return _not_known(where, unknown[0])
 
 
 def _refuse_unknown(value: object, known: frozenset[str], where: str) -> None:
     if isinstance(value, dict):
         # A remark has its place in records and changes. What is in force has none.
         for name in sorted(value.keys() - known):
-            raise UnsupportedFormat(
-                f"{where}.{name}: this Warren does not know it; upgrade rabbit-warren here"
-            )
+            raise UnsupportedFormat(_not_known(where, name))
+
+
+def _not_known(where: str, name: str) -> str:
+    return f"{named(where, name)}: this Warren does not know it; upgrade rabbit-warren here"
 
 
 def _items(value: object) -> list[Any]:

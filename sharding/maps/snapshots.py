@@ -51,6 +51,7 @@ from sharding.maps.map_log import (
     decode_value,
     short_text,
     unknown_field,
+    unknown_kind,
     whole,
 )
 from sharding.maps.policy import Policy
@@ -65,7 +66,11 @@ _WORTH_A_SNAPSHOT = 64_000
 
 
 def snapshot_records(state: State, covers: int, *, name: str, start: int = 0) -> list[bytes]:
-    """The parts that say what the state was after the record at the offset `covers`."""
+    """The parts that say what the state was after the record at the offset `covers`.
+
+    The last part says that one may start there, as all others lie before it: who comes next need
+    not read what came before the snapshot.
+    """
     text = _text_of(state)
     pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
     return [
@@ -74,7 +79,7 @@ def snapshot_records(state: State, covers: int, *, name: str, start: int = 0) ->
                 "format": map_log.FORMAT,
                 "id": name,
                 "log": state.log,
-                "start": start,
+                "start": covers + 1 if number == len(pieces) else start,
                 "snapshot": {
                     "covers": covers,
                     "part": number,
@@ -121,8 +126,9 @@ class LogReader:
     """
 
     def __init__(self, log: str = "", start: int = 0) -> None:
-        self.log = log
-        """The identity of the log, as far as it is known."""
+        self.log = log if start else ""
+        """The identity of the log, as far as it is known. Who begins at the first record is told of
+        it there: what cites it before the record that founds is for another log."""
         self.state: State | None = None if start else State()
         self.next_offset = start
         self.founded_at: int | None = None
@@ -381,8 +387,7 @@ def _entry(
     kind: str, name: str, item: JsonObject, epoch: int, where: str, log: str
 ) -> tuple[Entry, int, Policy | ShardMap | None]:
     if kind not in (POLICY, MAP):
-        unknown = f"{where}.kind: this Warren does not know {kind!r}; upgrade rabbit-warren here"
-        raise _NotUnderstood(concerned_by(kind, name), unknown)
+        raise _NotUnderstood(concerned_by(kind, name), unknown_kind(where, kind))
     entry, revision = Entry(kind, name), whole(f"{where}.revision", item.integer("revision"))
     if not 1 <= revision <= epoch:
         raise InvalidInput(f"{where}.revision", f"must be 1 to {epoch}, the epoch", revision)

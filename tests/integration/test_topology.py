@@ -5,7 +5,9 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import pika
 import pytest
@@ -24,6 +26,7 @@ from tests.cluster.waiting import PATIENCE
 from tests.machine import PROJECT
 from tests.support import patient
 from tests.support.log_records import proposal
+from tests.support.maps import queue_map
 from tests.support.sharded import drain, fresh_queue, raw_channel, topology_of
 
 pytestmark = pytest.mark.cluster
@@ -68,52 +71,110 @@ import sys
 from sharding import Policy
 from sharding.cluster.topology import Topology
 from tests.support import patient
-number, url = int(sys.argv[1]), sys.argv[2]
-with Topology(url, options=patient.TOPOLOGY) as topology:
+number, urls = int(sys.argv[1]), sys.argv[2:]
+with Topology(*urls, options=patient.TOPOLOGY) as topology:
     sys.stdin.readline()
     for step in range(5):
         topology.set_policy(Policy(f"writer-{number}", "^never$", shards_per_node=step + 1))
-    topology.refresh(60)
-    print(topology.state.epoch)
+        print(step, flush=True)
 """
 
 
+class Racing:
+    """Eight processes that wait for one signal, and then change a policy five times each."""
+
+    def __init__(self, nodes: Cluster) -> None:
+        with topology_of(nodes) as before:
+            self._first_epoch = before.set_policy(Policy("founded", "^never$", 1)).epoch
+        urls = [node.endpoint.amqp_url for node in nodes]
+        self.writers = [
+            subprocess.Popen(
+                [sys.executable, "-c", WRITER, str(number), *urls[number % 3 :], *urls],
+                cwd=PROJECT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(8)
+        ]
+        for writer in self.writers:  # all are connected, or about to be
+            assert writer.stdin is not None
+            writer.stdin.write("go\n")
+            writer.stdin.flush()
+
+    def end(self) -> None:
+        for writer in self.writers:
+            writer.communicate(timeout=4 * PATIENCE)
+            assert writer.returncode == 0
+
+    def check(self, nodes: Cluster) -> None:
+        readers = [topology_of([node]) for node in nodes]
+        try:
+            for reader in readers:
+                reader.refresh(PATIENCE)
+            states = [reader.state for reader in readers]
+        finally:
+            for reader in readers:
+                reader.close()
+        # Eight writers, five changes each, none lost and none twice.
+        assert {state.epoch for state in states} == {self._first_epoch + 40}
+        assert all(state == states[0] for state in states)
+        assert {states[0].policies[f"writer-{n}"].shards_per_node for n in range(8)} == {5}
+
+        # Whoever reads the log as it lies there comes to the same.
+        assert history(log_records(nodes.nodes[0])) == (states[0], self._first_epoch + 40)
+
+
 def test_eight_processes_racing_end_with_one_history(nodes: Cluster) -> None:
-    with topology_of(nodes) as before:
-        first_epoch = before.state.epoch
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(number), nodes.nodes[number % 3].endpoint.amqp_url],
-            cwd=PROJECT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(8)
-    ]
-    for writer in writers:  # all are connected, or about to be, and wait for the same signal
-        assert writer.stdin is not None
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
-    for writer in writers:
-        writer.communicate(timeout=2 * PATIENCE)
-        assert writer.returncode == 0
+    racing = Racing(nodes)
+    racing.end()
+    racing.check(nodes)
 
-    readers = [topology_of([node]) for node in nodes]
-    try:
-        for reader in readers:
-            reader.refresh(PATIENCE)
-        states = [reader.state for reader in readers]
-    finally:
-        for reader in readers:
-            reader.close()
-    # Eight writers, five changes each, none lost and none twice.
-    assert {state.epoch for state in states} == {first_epoch + 40}
-    assert all(state == states[0] for state in states)
-    assert {states[0].policies[f"writer-{n}"].shards_per_node for n in range(8)} == {5}
 
-    # Whoever reads the log as it lies there comes to the same.
-    assert history(log_records(nodes.nodes[0])) == (states[0], first_epoch + 40)
+def test_eight_processes_racing_end_with_one_history_when_the_log_s_leader_is_killed(
+    harmed: Cluster,
+) -> None:
+    racing = Racing(harmed)
+    management = harmed.nodes[0].management
+    leader = management.get("queues", harmed.vhost, LOG)["leader"]
+    first = racing.writers[0].stdout
+    assert first is not None
+    assert first.readline() == "0\n"  # they are in the middle of it
+    victim = next(node for node in harmed if node.name == leader)
+    victim.kill()
+    racing.end()
+    victim.restart()
+    racing.check(harmed)
+
+
+def test_writers_of_different_queues_void_nothing(nodes: Cluster) -> None:
+    """A hundred of them, four to a process's topology, each with a map of its own."""
+    names = [fresh_queue() for _ in range(100)]
+    with ExitStack() as stack:
+        writers = [stack.enter_context(topology_of(nodes, management=False)) for _ in range(25)]
+        writers[0].set_policy(Policy("founded", "^never$", 1))
+        for writer in writers:
+            writer.wait_until_ready(PATIENCE)
+        seen = len(log_records(nodes.nodes[0]))
+        for epoch in range(1, 4):
+            maps = [replace(queue_map(epoch=epoch), logical=name) for name in names]
+            answers = [
+                writers[number % 25].futures.change(partial(State.with_map, shard_map=to))
+                for number, to in enumerate(maps)
+            ]
+            for answer in answers:
+                answer.result(PATIENCE)
+        for writer in writers:
+            writer.refresh(PATIENCE)
+            assert {writer.state.maps[name].epoch for name in names} == {3}
+    records = log_records(nodes.nodes[0])
+    reader, void = LogReader(), []
+    for offset, (exchange, body) in enumerate(records):
+        if exchange != LOG:
+            reader.skip(offset, body)
+        elif (why := reader.read(offset, body).void) is not None and offset >= seen:
+            void.append(why)
+    assert len(void) <= 300 // 20, void
 
 
 def test_change_is_pushed_to_open_readers(nodes: Cluster) -> None:

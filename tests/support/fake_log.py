@@ -31,7 +31,10 @@ class FakeBroker:
     removed: int = 0
     """How many records a retention has taken away."""
     made: int = 0
+    is_open: bool = True
     chunk: int = CHUNK
+    pause: float = 0.0
+    """How many seconds pass before each record that is read from an offset on."""
     channels: list[FakeChannel] = field(default_factory=list)
 
     @property
@@ -63,6 +66,7 @@ class FakeChannel:
         self._broker = broker
         self._next = 0
         self._prefetch = 0
+        self._pause = 0.0
         self._unacknowledged = 0
         self._read: Callable[[Message], None] | None = None
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -105,16 +109,25 @@ class FakeChannel:
             self._next = 0
         else:
             self._next = start - start % broker.chunk if start <= last else start
+            self._pause = broker.pause
         self._next = max(self._next, broker.removed)
         self._read = on_message
         if start == "last" and last < len(broker.records) - 1:
             self._deliver_up_to(last)
             self._read = None
-        asyncio.get_running_loop().call_soon(self.deliver)
+        self._soon()
+
+    def _soon(self) -> None:
+        asyncio.get_running_loop().call_later(self._pause, self.deliver)
 
     def deliver(self) -> None:
-        if not self._broker.silent:
-            self._deliver_up_to(len(self._broker.records) - 1)
+        last = len(self._broker.records) - 1
+        if self._broker.silent:
+            return
+        if self._pause and self._next < last:
+            last = self._next
+            self._soon()
+        self._deliver_up_to(last)
 
     def _deliver_up_to(self, last: int) -> None:
         while self._read is not None and self.is_open and self._next <= last:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sharding import MissingRight, Policy, UnsupportedFormat
 from sharding.cluster import stream_log
+from sharding.cluster.control_plane import ControlPlane
+from sharding.cluster.management import ClusterView
 from sharding.cluster.stream_log import LOOKS_AT_THE_END, LogFollower
 from sharding.errors import Unreachable
 from sharding.maps import snapshots
 from sharding.maps.map_log import LOG, NOTES, NOTHING, State
+from sharding.maps.snapshots import snapshot_records
 from tests.cluster.waiting import PATIENCE
-from tests.support.fake_log import FakeBroker
+from tests.support import patient
+from tests.support.fake_log import FakeBroker, FakeChannel
+from tests.support.hand_time import run_without_waiting
 from tests.support.log_records import founded, parts_of, proposal, read_all, replay
 
 FIRST = State().with_policy(Policy("pictures", "^images$", 1))
@@ -154,12 +160,14 @@ def test_a_replica_that_stays_behind_what_was_read_is_left() -> None:
 # Starting near the end
 
 
-def long_log(after: int = 0) -> list[bytes]:
-    """Twenty records, a snapshot of them, and more behind it, which say where it begins."""
+def long_log(after: int = 0, notes: int = 0) -> list[bytes]:
+    """Twenty records, a snapshot of them, and more behind it, which say where it begins; all of
+    that behind so many notes."""
+    before = [None] * notes
     records = founded(*policies(20))
-    records += parts_of(read_all(records))
+    records += parts_of(read_all([*before, *records]))
     for _ in range(after):
-        reader = read_all(records)
+        reader = read_all([*before, *records])
         assert reader.state is not None
         grown = reader.state.with_policy(Policy("grown", ".", reader.state.epoch))
         records.append(proposal(reader.state, grown, start=reader.start))
@@ -174,6 +182,89 @@ def test_a_new_reader_starts_at_the_newest_snapshot(ignored: int) -> None:
         log = await following(broker)
         assert log.state == replay(records)
         assert broker.asked[-1] == 20
+
+    run(main())
+
+
+@pytest.mark.parametrize("notes", [1, 9, 10, 40])
+def test_notes_of_those_who_found_the_log_empty_make_no_start_longer(notes: int) -> None:
+    """Each of many clients that start at the same time appends one."""
+
+    async def main() -> None:
+        records = long_log(after=2, notes=notes)
+        broker = FakeBroker([*through(NOTES, *[NOTHING] * notes), *through(LOG, *records)])
+        log = await following(broker)
+        assert log.state == replay(records)
+        assert broker.asked[-1] == notes + 20
+        await following(broker, log)
+        assert broker.asked[-1] == len(broker.records)  # connected again, it goes on
+        assert log.state == replay(records)
+
+    run(main())
+
+
+def test_a_snapshot_before_the_log_was_founded_is_none_for_who_starts_there() -> None:
+    """It cites the log that comes, and the record that founds that says to start at it."""
+
+    async def main() -> None:
+        evil = State(log="later").with_policy(Policy("evil", ".", 1))
+        (forged,) = snapshot_records(evil, 0, name="forged")
+        founder = proposal(State(), FIRST, name="later", start=1)
+        records = [b"garbage", forged, founder]
+        log = await following(FakeBroker(through(LOG, *records)))
+        assert log.state == replay(records)
+        assert log.state.policies.keys() == {"pictures"}
+
+    run(main())
+
+
+def test_a_snapshot_behind_a_flood_is_where_the_next_reader_starts() -> None:
+    """Not only the one after the next change, which would say so."""
+
+    async def main() -> None:
+        flood = [None] * 30
+        records = long_log(after=1)
+        reader = read_all([*records, *flood])
+        parts = parts_of(reader)
+        logged = [*through(LOG, *records), *through("", *[b"flood"] * 30), *through(LOG, *parts)]
+        broker = FakeBroker(logged)
+        log = await following(broker)
+        assert log.state == reader.state
+        assert broker.asked[-1] == len(records) + len(flood)
+
+    run(main())
+
+
+def test_what_is_ignored_is_read_to_its_end_however_long_it_takes_and_silence_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        records = long_log(after=1)
+        flood = through("", *[b"flood"] * 60)
+        broker = FakeBroker([*through(LOG, *records), *flood], pause=1.0)
+        log = LogFollower(lambda *_: None)
+        await log.attach(broker.session)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await log.catch_up(5.0)
+        assert log.state == replay(records)
+        assert loop.time() - began > 60
+        monkeypatch.setattr(FakeChannel, "deliver", lambda _: None)
+        broker.may_write = ()
+        with pytest.raises(TimeoutError):
+            await log.catch_up(5.0)
+
+    run_without_waiting(main())
+
+
+def test_a_flood_is_not_kept_while_a_start_is_searched_for() -> None:
+    async def main() -> None:
+        records = long_log(after=1)
+        broker = FakeBroker([*through(LOG, *records), *through("", *[b"flood"] * 60)])
+        log = LogFollower(lambda *_: None)
+        await log.attach(broker.session)
+        kept = await log._changes_in(broker.session, 0, len(broker.records) - 1)
+        assert kept == records
 
     run(main())
 
@@ -257,7 +348,7 @@ def test_a_search_for_a_start_that_is_interrupted_goes_on_where_it_was(
         broker = FakeBroker([*through(LOG, *records), *through("", *[b"flood"] * 60)])
         log = LogFollower(lambda *_: None)
         await log.attach(broker.session)
-        looks, look = 0, log._records
+        looks, look = 0, log._changes_in
 
         async def interrupted(*place: Any) -> Any:
             nonlocal looks
@@ -266,7 +357,7 @@ def test_a_search_for_a_start_that_is_interrupted_goes_on_where_it_was(
                 raise Unreachable("the time is up")
             return await look(*place)
 
-        monkeypatch.setattr(log, "_records", interrupted)
+        monkeypatch.setattr(log, "_changes_in", interrupted)
         attempts = 1
         while True:
             try:
@@ -357,6 +448,38 @@ def test_a_change_for_a_log_that_is_gone_is_void_and_asked_for_again() -> None:
         await log.catch_up(PATIENCE)
         assert await waiting is False
         assert log.state.policies.keys() == {"new"}
+
+    run(main())
+
+
+def test_a_change_whose_answer_got_lost_takes_effect_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was made again, of what it had made already."""
+
+    async def main() -> None:
+        broker = FakeBroker(through(LOG, *founded(FIRST)))
+        plane = ControlPlane(
+            ["amqp://127.0.0.1:1"], ClusterView([], 1.0), patient.TOPOLOGY, lambda *_: None
+        )
+        await following(broker, plane.log)
+        plane.session = broker.session
+        publish, lost = FakeChannel.publish_mandatory, [True, False]
+
+        async def stored_and_lost(channel: FakeChannel, *what: Any, **how: Any) -> bool:
+            stored = await publish(channel, *what, **how)
+            if lost.pop(0):
+                raise Unreachable("the connection is closed")
+            return stored
+
+        monkeypatch.setattr(FakeChannel, "publish_mandatory", stored_and_lost)
+
+        async def one_more(state: State) -> State:
+            pictures = state.policies["pictures"]
+            more = replace(pictures, shards_per_node=pictures.shards_per_node + 1)
+            return state.with_policy(more)
+
+        state = await plane.change(one_more)
+        assert state.policies["pictures"].shards_per_node == 2
+        assert state.epoch == 2
 
     run(main())
 

@@ -137,3 +137,10 @@ def test_change_of_the_log_is_told_by_policy_and_name() -> None:
     assert changed.startswith("images: epoch 1 → 2; node rabbit@c joined")
     assert state_difference(two, empty) == ["images is sharded no more"]
     assert state_difference(two, two) == []
+
+
+def test_a_change_of_the_log_is_told_without_the_slots_of_any_map() -> None:
+    """Every client told of every map, and had no time left for its heartbeats."""
+    before, after = queue_map("ab"), queue_map("abc", epoch=2)
+    assert state_difference(State(1, {}, {"images": before}), State(2, {}, {"images": after}))
+    assert not {"table"} & {*vars(before), *vars(after)}

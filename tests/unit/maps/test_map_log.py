@@ -277,6 +277,17 @@ def test_what_may_concern_everything_stops_all_changes(newer: bytes) -> None:
     assert state.log == SEEN.log
 
 
+@pytest.mark.parametrize("name", ["a\nERROR all is lost", "\x1b[31mred", "n" * 50_000])
+def test_the_name_of_a_field_that_others_chose_is_said_on_one_line(name: str) -> None:
+    records, state = log_of(FIRST)
+    record = proposal(state, state.with_policy(FILMS))
+    for written in (changed(record, **{name: 1}), changed_in(record, **{name: 1})):
+        state = replay([*records, written])
+        (said,) = {state.stopped, *state.frozen.values()} - {""}
+        assert said.isprintable()
+        assert len(said) < 400
+
+
 def test_a_newer_record_for_another_log_stops_nobody() -> None:
     strange = changed(POLICY_RECORD, zones=[], log="another")
     assert replay([*RECORDS, strange]) == SEEN
