@@ -172,7 +172,9 @@ QUEUE_PROPERTIES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The same for queue shards: AMQP 0-9-1's; its `timestamp` is called `creation_time` here too."""
 
-_HEADER_VALUES: Final = (*_TEXT, *_WHOLE, "float", "double", "boolean", "binary")
+_QUEUE_HEADERS: Final = (*_TEXT, *_WHOLE, "boolean", "binary")
+"""Values of headers that pika can write: it has no way for a number with a fraction."""
+_STREAM_HEADERS: Final = (*_QUEUE_HEADERS, "float", "double")
 _BYTES: Final = (*_TEXT, "binary")
 
 
@@ -183,7 +185,7 @@ _BYTES: Final = (*_TEXT, "binary")
 # | key | string or binary |
 # | value | string or binary |
 # | properties | a struct; its fields are named as AMQP's properties are |
-# | headers | a map from string to string, number, boolean or binary |
+# | headers | a map from string to string, number (for queues a whole one), boolean or binary |
 # | filter | string |
 
 
@@ -240,7 +242,7 @@ class MessageColumns:
             allowed = QUEUE_PROPERTIES if options.kind == "queue" else STREAM_PROPERTIES
             _check_properties(there[self.properties], allowed)
         if self.headers is not None:
-            _check_headers(there[self.headers])
+            _check_headers(there[self.headers], options)
 
 
 def _column(option: str, name: str, there: Mapping[str, DataType], *, needed: bool) -> str | None:
@@ -279,12 +281,15 @@ def _check_properties(kind: DataType, allowed: Mapping[str, tuple[str, ...]]) ->
             raise BadOption("propertiesColumn", rule, field.dataType.simpleString())
 
 
-def _check_headers(kind: DataType) -> None:
+def _check_headers(kind: DataType, options: WriteOptions) -> None:
+    is_queue = options.kind == "queue"
+    allowed = _QUEUE_HEADERS if is_queue else _STREAM_HEADERS
     if kind.typeName() != "map" or (
         kind.keyType.typeName() not in _TEXT  # type: ignore[attr-defined]
-        or kind.valueType.typeName() not in _HEADER_VALUES  # type: ignore[attr-defined]
+        or kind.valueType.typeName() not in allowed  # type: ignore[attr-defined]
     ):
-        rule = "must be a map from string to string, number, boolean or binary"
+        number = "whole number" if is_queue else "number"
+        rule = f"must be a map from string to string, {number}, boolean or binary"
         raise BadOption("headersColumn", rule, kind.simpleString())
 
 

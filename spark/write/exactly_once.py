@@ -3,9 +3,9 @@
     exactly_once(orders, superStream="invoices", keyColumn="customer", order_by=["offset"]) \\
         .option("checkpointLocation", "…").start()
 
-It returns the writer of the query, for the trigger, the checkpoint and the output mode. The query
-shuffles each row to the one task that owns its stream; `exactly_once_rules` says why, and by what
-rules.
+It returns the writer of the query, for the trigger and the checkpoint; the output mode is append.
+The query shuffles each row to the one task that owns its stream; `exactly_once_rules` says why, and
+by what rules.
 
 What it can't know, and asks for:
 

@@ -374,7 +374,8 @@ def _section(reader: AmqpReader) -> int:
 
 def not_amqp() -> ProtocolError:
     return ProtocolError(
-        "a message is not AMQP 1.0; the option raw=True gives messages as they were published"
+        "a message is not AMQP 1.0; the option raw=True (of Spark: rawMessages=true) gives "
+        "messages as they were published"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pyspark.sql.types import (
     BinaryType,
+    DoubleType,
     LongType,
     MapType,
     StringType,
@@ -102,6 +103,13 @@ def test_column_is_found_in_another_case_unless_two_differ_by_it() -> None:
             {"stream": "a"},
             StructType([StructField("headers", MapType(LongType(), StringType())), *PLAIN.fields]),
             "'headersColumn': must be a map",
+        ),
+        (
+            {"queue": "a"},  # pika writes no number with a fraction
+            StructType(
+                [StructField("headers", MapType(StringType(), DoubleType())), *PLAIN.fields]
+            ),
+            "'headersColumn': must be a map from string to string, whole number,",
         ),
         (
             {"stream": "a"},
