@@ -12,7 +12,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pika
@@ -31,7 +31,7 @@ from sharding.errors import InvalidInput, OutcomeUnknown, WarrenError
 from sharding.maps.shard_map import Shard, ShardMap
 from sharding.metrics.names import Subject
 from sharding.outcomes import PUBLISHING_COUNTED
-from sharding.publishing.addressing import addressed, headers_to
+from sharding.publishing.addressing import addressed, appearance, headers_to
 
 logger = logging.getLogger("warren.channel")
 
@@ -39,7 +39,7 @@ Content = tuple[str, str, int]
 
 
 def content_of(exchange: str, routing_key: str, body: bytes) -> Content:
-    """What a returned message is recognised by."""
+    """What a returned message is recognised by first; of equals, by its properties."""
     return exchange, routing_key, hash(body)
 
 
@@ -52,6 +52,8 @@ class Publication:
     """None if it is not sharded."""
     asked: bool
     """Whether the application itself asked to have it returned."""
+    properties: pika.BasicProperties = field(default_factory=pika.BasicProperties)
+    """As they were sent."""
 
 
 class Unconfirmed:
@@ -59,11 +61,18 @@ class Unconfirmed:
 
     The broker acknowledges a message that it returned. Where the application did not ask for the
     return, its acknowledgement would be the only thing the application sees, and the message would
-    be lost in silence: it becomes a nack. A return always comes before its acknowledgement.
+    be lost in silence: it becomes a nack.
+
+    A return does not say of which message it is. A channel routes one after the other: returns come
+    in the order of publishing, and each before its acknowledgement and those of all later ones. So
+    it is one that was published behind all that came back or were confirmed before; of several with
+    the same key and body, the first with the same properties.
     """
 
     def __init__(self) -> None:
         self._last = 0
+        self._routed = 0
+        """Up to this tag nothing can come back any more."""
         # Tags only grow, so both stay sorted.
         self._sent: dict[int, Publication | None] = {}
         self._returned: dict[int, Publication] = {}
@@ -83,17 +92,30 @@ class Unconfirmed:
         self._last += 1
         self._sent[self._last] = publication
 
-    def returned(self, content: Content) -> Publication | None:
+    def returned(
+        self, content: Content, properties: pika.BasicProperties | None = None
+    ) -> Publication | None:
+        looks = appearance(properties or pika.BasicProperties())
+        alike: tuple[int, Publication] | None = None
         for tag, publication in self._sent.items():
-            if publication is not None and publication.content == content:
-                del self._sent[tag]
-                self._returned[tag] = publication
-                return publication
-        return None
+            if publication is None or publication.content != content or tag <= self._routed:
+                continue
+            same = appearance(publication.properties) == looks
+            if alike is None or same:  # a broker may have changed the properties of all of them
+                alike = tag, publication
+            if same:
+                break
+        if alike is None:
+            return None
+        self._routed, publication = alike
+        del self._sent[self._routed]
+        self._returned[self._routed] = publication
+        return publication
 
     def confirmed(self, verdict: Basic.Ack | Basic.Nack) -> tuple[list[Any], set[str]]:
         """What to tell the application instead, and the shards that refused a message."""
         tag, multiple = int(verdict.delivery_tag), bool(verdict.multiple)
+        self._routed = max(self._routed, tag)
         sent = _take(self._sent, tag, multiple)
         returned = _take(self._returned, tag, multiple)
         self.counts["returned"] += len(returned)
@@ -258,7 +280,9 @@ class PublishingChannel(DeferringChannel):
             self._channel.basic_publish(exchange, routing_key, body, properties, returns)
             if self._unconfirmed is not None and returns:
                 content = content_of(exchange, routing_key, method_rules.as_bytes(body))
-                publication = Publication(content, None, asked=mandatory)
+                # The application may use its own properties again at once.
+                own = copy.copy(properties) if properties else pika.BasicProperties()
+                publication = Publication(content, None, asked=mandatory, properties=own)
         else:
             method_rules.check_key(shard_map, routing_key)
             shard = shard_map.shard_of(routing_key)
@@ -269,7 +293,7 @@ class PublishingChannel(DeferringChannel):
             self._channel.basic_publish(shard_map.exchange, routing_key, body, sent, True)
             if self._unconfirmed is not None:
                 content = content_of(shard_map.exchange, routing_key, body)
-                publication = Publication(content, shard.name, mandatory)
+                publication = Publication(content, shard.name, mandatory, sent)
             elif mandatory:
                 self._returns.ask(shard_map.exchange, routing_key, body)
             self._returns.used(shard_map)
@@ -341,7 +365,9 @@ class PublishingChannel(DeferringChannel):
         """Whether the application asked for this return; if not, it is dealt with here."""
         what = (method.exchange, method.routing_key, body)
         used = self._returns.map_of(method.exchange)
-        publication = self._unconfirmed.returned(content_of(*what)) if self._unconfirmed else None
+        publication = None
+        if self._unconfirmed is not None:
+            publication = self._unconfirmed.returned(content_of(*what), properties)
         if used is None or (publication is not None and publication.asked):
             return True
         verdict = Returned.UNSTORED if publication else self._returns.came_back(*what)

@@ -77,6 +77,15 @@ def addressed(
     return sent
 
 
+def appearance(properties: pika.BasicProperties) -> dict[str, object]:
+    """Properties as they look after the wire, without what the broker removes: by them, a message
+    that comes back is told from others with the same key and body."""
+    seen = pika.BasicProperties()
+    seen.decode(b"".join(properties.encode()))
+    headers = {name: value for name, value in (seen.headers or {}).items() if name != "BCC"}
+    return {**vars(seen), "headers": headers}
+
+
 def forwarded(raw: bytes, shard: str, frame_max: int = LARGEST_FRAME) -> pika.BasicProperties:
     """The properties of a message that was published without the way to its shard, to the byte.
 

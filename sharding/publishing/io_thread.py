@@ -12,7 +12,7 @@ from pika.spec import Basic
 from sharding.errors import InvalidInput
 from sharding.maps.shard_map import ShardMap
 from sharding.maps.slots import Key
-from sharding.publishing.addressing import Encoded, check_room
+from sharding.publishing.addressing import Encoded, appearance, check_room
 from sharding.publishing.ledger import Ledger, Message, Wait
 from sharding.publishing.node_link import NodeLink
 
@@ -239,14 +239,14 @@ class IoThread:
     def on_return(
         self, link: NodeLink, method: Basic.Return, properties: pika.BasicProperties, body: bytes
     ) -> None:
-        key, looks = wire(method.routing_key or ""), _appearance(properties)
+        key, looks = wire(method.routing_key or ""), appearance(properties)
 
         def alike(message: OutgoingMessage) -> bool:
             sent_key = message.key if self._exchange else message.shard
             return message.body == body and wire(sent_key) == key
 
         def same(message: OutgoingMessage) -> bool:
-            return alike(message) and _appearance(self._properties(message).plain) == looks
+            return alike(message) and appearance(self._properties(message).plain) == looks
 
         reason = f"{method.reply_code} {method.reply_text}: no queue took it"
         returned = self._ledger.returned
@@ -260,14 +260,6 @@ class IoThread:
         if permanent:
             self._ledger.refuse_waiting(link.node, reason)
         self._release_soon()
-
-
-def _appearance(properties: pika.BasicProperties) -> dict[str, object]:
-    """Properties as they look after the wire, without what the broker removes."""
-    seen = pika.BasicProperties()
-    seen.decode(b"".join(properties.encode()))
-    headers = {name: value for name, value in (seen.headers or {}).items() if name != "BCC"}
-    return {**vars(seen), "headers": headers}
 
 
 def wire(key: Key) -> bytes:

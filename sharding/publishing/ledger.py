@@ -10,7 +10,8 @@ A message waits in the line of its shard, is handed out to be sent, and is settl
 Rules:
 
 * A line is first in, first out, and what is in flight is never sent again. So within a shard
-  messages are stored in the order in which they were published.
+  what is STORED was published in this order. What is UNKNOWN may be anywhere behind its place: the
+  network may hold back what an old connection sent until a new one has sent more.
 * What is settled after it was sent stays in the flight until the broker confirms it or the
   connection ends. A confirm that comes too late then changes nothing, and can't be taken for the
   confirm of another message.

@@ -10,7 +10,9 @@
   loop in one thread. `publish` puts a message into a shared list and wakes that thread once for a
   whole batch.
 * The key decides the shard by the map in force at that moment. Within a shard messages are sent in
-  order; what waits for a connection is sent after it is back, in order, until its deadline.
+  order; what waits for a connection is sent after it is back, in order, until its deadline. So all
+  that is reported stored is in order. What a connection had on its way when it was given up is
+  reported unknown, and may be stored behind what the next one sends.
 * Nothing is sent twice. What becomes of a message, also when the map changes, is ruled in
   `ledger`.
 * A message is sent through the exchange of the logical queue's name, under its own key, with its

@@ -7,9 +7,11 @@ broker kept them, and whoever brings them is an ordinary publisher with confirms
   waits, for all who ask meanwhile: many channels may come to know of a map at the same moment;
 * in the order in which they were kept, each to the shard of its key, as it was sent. Of one key one
   is on its way: a shard that is full refuses it, and may have room for the next;
-* a message is acknowledged when its shard has it; what no shard takes stays where it is.
+* a message is acknowledged as soon as its shard has it; what its shard does not take stays where it
+  is, with all that comes later for that shard, and holds up no other.
 
-A connection that is lost in between may bring some of them a second time.
+A connection that is lost in between may bring some of them a second time, and so may a shard that
+does not answer: it is sent nothing more until it does.
 """
 
 from __future__ import annotations
@@ -19,17 +21,16 @@ import logging
 import random
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
 
 import pika
 
 from sharding.amqp.field_table import Malformed
 from sharding.amqp.session import ACCESS_REFUSED, Channel, Message, Refused, Session
 from sharding.backoff import Backoff
-from sharding.cluster.topology import Begins, Topology
+from sharding.cluster.topology import Begins, Routing, Topology
 from sharding.errors import InvalidInput, RemoteError, ShardUnavailable, Unreachable
 from sharding.maps.json_fields import is_text
 from sharding.maps.naming import MAX_NAME_BYTES, unrouted
@@ -40,6 +41,7 @@ logger = logging.getLogger("warren.publisher")
 
 _NOT_FOUND = 404
 _AT_ONCE = 200
+_CONFIRM_TIMEOUT = 10.0
 _LAST_WORDS = 5.0
 # Each look at a lock that is taken costs the broker a channel and an error in its log.
 _LOOK_AGAIN = Backoff(first=0.05, longest=0.25)
@@ -55,19 +57,17 @@ def bring_unrouted(topology: Topology, logical: str) -> Future[int]:
 
     def start(begins: Begins) -> Future[int]:
         async def bring(session: Session, shard_map: ShardMap) -> int:
-            return await _bring(session, shard_map, begins)
+            return await _bring(session, shard_map, begins, topology)
 
         return topology.futures.on_connection(logical, bring)
 
     return topology.kept.bring_once(logical, start)
 
 
-async def _bring(session: Session, shard_map: ShardMap, begins: Begins) -> int:
+async def _bring(session: Session, shard_map: ShardMap, begins: Begins, routing: Routing) -> int:
     queue = unrouted(shard_map.logical)
-    publishing = await session.channel()
-    returned: Counter[tuple[str, bytes]] = Counter()
-    publishing.on_return(lambda key, body: returned.update([(key, body)]))
-    await publishing.confirm_publishes()
+    shards = _Shards(await session.channel(), shard_map, routing)
+    await shards.channel.confirm_publishes()
     attempt = 0
     while True:
         reading = await session.channel()
@@ -75,7 +75,7 @@ async def _bring(session: Session, shard_map: ShardMap, begins: Begins) -> int:
             arrived = await _read(reading, queue)
             begins()
             try:
-                return await _bring_all(arrived, reading, queue, publishing, shard_map, returned)
+                return await _bring_all(arrived, reading, queue, shards)
             finally:
                 # What is acknowledged on a channel that is closed at once may come again (seen: 9
                 # of 36); what is confirmed behind the acknowledgements proves that they arrived.
@@ -112,18 +112,61 @@ async def _read(reading: Channel, queue: str) -> Arrived:
     return arrived
 
 
-async def _bring_all(
-    arrived: Arrived,
-    reading: Channel,
-    queue: str,
-    publishing: Channel,
-    shard_map: ShardMap,
-    returned: Counter[tuple[str, bytes]],
-) -> int:
+class _Shards:
+    """The shards of one map, and which of them did not take a message."""
+
+    def __init__(self, channel: Channel, shard_map: ShardMap, routing: Routing) -> None:
+        self.channel = channel
+        self.map = shard_map
+        self._routing = routing
+        self._away: set[str] = set()
+        self._returned: Counter[tuple[str, bytes]] = Counter()
+        channel.on_return(lambda key, body: self._returned.update([(key, body)]))
+
+    def are_open_to(self, message: Message) -> bool:
+        """Whether it may be sent: no earlier one of its key waits for the same shard."""
+        shard = self.map.shard_of(message.routing_key).name
+        if self._routing.unavailable(shard):
+            self._away.add(shard)
+        return shard not in self._away
+
+    async def store(self, message: Message) -> bool:
+        """Whether its shard has it. The broker also takes what it then returns."""
+        key, taken = message.routing_key, False
+        shard = self.map.shard_of(key).name
+        sent = forwarded(message.raw, shard, self.channel.frame_max)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CONFIRM_TIMEOUT):
+                publishing = self.channel.publish(
+                    self.map.exchange, key, message.body, sent, mandatory=True
+                )
+                taken = await publishing
+        if taken and not self._returned[key, message.body]:
+            return True
+        self._away.add(shard)
+        self._routing.suspect(shard)
+        return False
+
+    def did_not_take_all(self, queue: str) -> ShardUnavailable:
+        return ShardUnavailable(
+            f"what is kept in {queue!r} can't be brought to {min(self._away)!r}, which did not "
+            "take it; try again later"
+        )
+
+
+async def _bring_all(arrived: Arrived, reading: Channel, queue: str, shards: _Shards) -> int:
     """Bring what was kept before a message of our own, which is put behind it."""
+
+    async def bring(message: Message) -> bool:
+        is_stored = await shards.store(message)
+        if is_stored:  # at once: what others wait for must not have it brought again
+            reading.ack(message.delivery_tag)
+        return is_stored
+
     own = uuid.uuid4().hex
-    await publishing.publish("", queue, b"", _end(own))
-    brought = staying = 0
+    await shards.channel.publish("", queue, b"", _end(own))
+    most = _AT_ONCE // 2  # that stay: the broker gives no more than `_AT_ONCE` at a time
+    brought = staying = waiting = 0
     at_end = False
     held: Message | None = None  # until the one of its key that is in the batch has been stored
     while not at_end:
@@ -134,36 +177,32 @@ async def _bring_all(
             if _is_end(message, queue):
                 at_end = at_end or message.properties.message_id == own
                 reading.ack(message.delivery_tag)
-            elif (why := _why_it_stays(message, shard_map, publishing.frame_max)) is not None:
+            elif (why := _why_it_stays(message, shards.map, shards.channel.frame_max)) is not None:
                 logger.warning("a message in %r is not brought: %s", queue, why)
                 staying += 1
-                if staying == _AT_ONCE // 2:  # the broker gives no more than that at a time
+                if staying == most:
                     rule = "must have keys and properties that can be sent again; take them out"
                     raise InvalidInput(f"messages in {queue!r}", rule, f"{staying} that have not")
             elif message.routing_key in keys:
                 held = message
                 break
+            elif not shards.are_open_to(message):
+                waiting += 1
             else:
                 batch.append(message)
                 keys.add(message.routing_key)
-            if at_end or arrived.empty():
+            if at_end or waiting >= most or arrived.empty():
                 break
             message = arrived.get_nowait()
         if message is None:
             raise Unreachable(f"{queue!r} can't be read any more: {reading.closed.result()}")
-        stored = await _publish(batch, publishing, shard_map)
-        left = []
-        for message, taken in zip(batch, stored, strict=True):
-            if taken and not returned[message.routing_key, message.body]:
-                reading.ack(message.delivery_tag)
-            else:
-                left.append(shard_map.shard_of(message.routing_key).name)
-        if left:
-            raise ShardUnavailable(
-                f"what is kept in {queue!r} can't be brought to {left[0]!r}, which did not take "
-                "it; try again later"
-            )
-        brought += len(batch)
+        stored = sum(await asyncio.gather(*map(bring, batch)))
+        brought += stored
+        waiting += len(batch) - stored
+        if waiting >= most:
+            break
+    if waiting:
+        raise shards.did_not_take_all(queue)
     return brought
 
 
@@ -189,16 +228,3 @@ def _end(message_id: str, *, expires_ms: int = 600_000) -> pika.BasicProperties:
 def _is_end(message: Message, queue: str) -> bool:
     """Whether somebody who brings put it there: nobody else reaches this queue by its name."""
     return message.properties.type == _END and message.routing_key == queue
-
-
-async def _publish(
-    batch: Sequence[Message], channel: Channel, shard_map: ShardMap
-) -> Sequence[bool]:
-    """Whether the broker took each; it also takes what it then returns."""
-
-    def publish(message: Message) -> Coroutine[Any, Any, bool]:
-        key = message.routing_key
-        sent = forwarded(message.raw, shard_map.shard_of(key).name, channel.frame_max)
-        return channel.publish(shard_map.exchange, key, message.body, sent, mandatory=True)
-
-    return await asyncio.gather(*map(publish, batch))

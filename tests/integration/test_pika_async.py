@@ -858,6 +858,48 @@ def test_unasked_return_of_a_confirmed_message_is_a_nack(
     assert [body for _, _, _, body in client.returned] == [b"x1"]
 
 
+def test_equal_messages_with_other_properties_are_told_apart_when_they_come_back(
+    connect: Connect, cluster: Cluster, topology: Topology, images: str
+) -> None:
+    """The shard is lost in the middle of them: those before are stored, those behind are not."""
+    shard = local_shards(topology, cluster.nodes[0], images)[0]
+    key = keys_of(topology, images, shard, 1)[0]
+    behind = shards_exchange(images)
+    client = connect()
+    client.confirm()
+    last = 0
+
+    def publish() -> None:
+        for number in range(last + 1, last + 301):
+            properties = pika.BasicProperties(message_id=str(number), delivery_mode=2)
+            client.channel.basic_publish(images, key, b"tick", properties)
+
+    def told() -> dict[int, str]:
+        names: dict[int, str] = {}
+        for name, tag, multiple in list(client.verdicts):
+            for each in range(1, tag + 1) if multiple else [tag]:
+                names.setdefault(each, name)
+        return names
+
+    def has_been_lost_in_the_middle() -> bool:
+        nonlocal last
+        wait_until(lambda: not topology.unavailable(shard))
+        client.do(publish)
+        raw.queue_unbind(shard, behind, shard)
+        last += 300
+        wait_until(lambda: len(told()) == last)
+        raw.queue_bind(shard, behind, shard)
+        found = iter(lambda: raw.basic_get(shard, auto_ack=True)[1], None)
+        stored = {int(properties.message_id or "") for properties in found}
+        mine = range(last - 299, last + 1)
+        assert {each for each in mine if told()[each] == "Basic.Ack"} == stored
+        return 0 < len(stored) < 300
+
+    with raw_channel(cluster.nodes[1]) as raw:
+        for _ in range(3):
+            wait_until(has_been_lost_in_the_middle)
+
+
 @given(
     fates=st.lists(st.sampled_from(["stored", "plain", "asked", "unasked"]), min_size=1),
     data=st.data(),

@@ -32,6 +32,7 @@ from tests.cluster import Node as ClusterNode
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
 from tests.support.clocks import Clock, TimedPublisher
+from tests.support.slow_network import SlowNetwork
 
 pytestmark = pytest.mark.cluster
 
@@ -486,6 +487,38 @@ def test_what_was_not_sent_waits_for_the_node_and_keeps_its_order(harmed: Cluste
         report = publisher.flush(timeout=PATIENCE)
     assert report == Report(stored=200)
     assert [int(b) for b in bodies(harmed, routing)[shard_on(routing, victim)]] == list(range(300))
+
+
+def test_what_a_connection_that_was_given_up_had_on_its_way_is_unknown_and_may_come_later(
+    cluster: Cluster,
+) -> None:
+    routing = declare(cluster)
+    node = cluster.nodes[0]
+    shard = shard_on(routing, node)
+    key = next(keys_of(routing, shard))
+    clock = Clock()
+    with SlowNetwork(node.endpoint.address, node.endpoint.ports["amqp"]) as network:
+        for parameters in routing.parameters[node.name]:
+            parameters.host, parameters.port = network.host, network.port
+        with TimedPublisher(clock, routing, routing.map.logical, confirm_timeout=1) as publisher:
+            publisher.publish(key, b"in time")
+            assert publisher.flush() == Report(stored=1)
+            network.hold()
+            publisher.publish(key, b"held back")
+            wait_until(lambda: network.is_holding)
+            clock.pass_by(1)
+            assert failures(publisher.flush()) == {1: Outcome.UNKNOWN}
+            publisher.publish(key, b"over the next connection")
+            assert publisher.flush(PATIENCE) == Report(stored=1)
+        network.let_go()
+        found: list[bytes] = []
+
+        def has_arrived() -> bool:
+            found.extend(body for _, _, body in drain(node, shard))
+            return len(found) == 3
+
+        wait_until(has_arrived, explain=lambda: str(found))
+    assert found == [b"in time", b"over the next connection", b"held back"]
 
 
 def test_publish_to_a_dead_shard_through_a_living_node_is_not_stored_and_suspect(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -132,10 +132,42 @@ def test_what_no_shard_takes_stays_where_it_is(nodes: Cluster, topology: Topolog
     with pytest.raises(ShardUnavailable, match="can't be brought"):
         bring_unrouted(topology, logical).result(PATIENCE)
     topology.ensure(logical)  # binds it again
+    wait_until(lambda: not topology.unavailable(shards[0]))
     bring_unrouted(topology, logical).result(PATIENCE)
     assert sorted(drain(nodes.nodes[0], shards)) == sorted(
         (shard_map.shard_of(key).name, key, body) for key, body in sent
     )
+
+
+def test_a_shard_that_takes_nothing_holds_up_no_other(nodes: Cluster, topology: Topology) -> None:
+    logical = fresh_queue()
+    shards = shard(topology, logical)
+    shard_map = topology.shard_map(logical)
+    assert shard_map is not None
+    with raw_channel(nodes.nodes[0]) as channel:
+        channel.queue_unbind(shards[0], shards_exchange(logical), shards[0])
+    sent = [(f"user-{n % 25}", b"%d" % n) for n in range(75)]
+    publish_as_a_stranger(nodes.nodes[0], logical, sent)
+    placed = [(shard_map.shard_of(key).name, key, body) for key, body in sent]
+    with pytest.raises(ShardUnavailable, match="can't be brought"):
+        bring_unrouted(topology, logical).result(PATIENCE)
+    assert in_order(drain(nodes.nodes[0], shards)) == in_order(
+        each for each in placed if each[0] != shards[0]
+    )
+    topology.ensure(logical)  # binds it again
+    wait_until(lambda: not topology.unavailable(shards[0]))
+    bring_unrouted(topology, logical).result(PATIENCE)
+    assert in_order(drain(nodes.nodes[0], shards)) == in_order(
+        each for each in placed if each[0] == shards[0]
+    )
+
+
+def in_order(stored: Iterable[tuple[str, str, bytes]]) -> dict[tuple[str, str], list[bytes]]:
+    """By shard and key; between keys there is no order."""
+    found: dict[tuple[str, str], list[bytes]] = {}
+    for queue, key, body in stored:
+        found.setdefault((queue, key), []).append(body)
+    return found
 
 
 def test_messages_that_can_not_be_sent_again_end_bringing_with_an_error(

@@ -16,6 +16,7 @@ from sharding.amqp.content_header import room_in_frame
 from sharding.amqp.session import Message
 from sharding.errors import Unreachable, WarrenError
 from sharding.maps.naming import unrouted
+from sharding.maps.shard_map import ShardMap
 from sharding.publishing.unrouted import _bring
 from tests.cluster.waiting import PATIENCE
 from tests.support.maps import queue_map
@@ -33,11 +34,16 @@ class Kept:
 
 @dataclass
 class Broker:
-    """What is kept, and one shard that has taken `stored`; `takes` says whether it takes one."""
+    """What is kept, and shards that have taken `stored`; `takes` says whether they take one, and
+    `hangs` whether nothing is said of one."""
 
     kept: list[Kept]
     takes: Callable[[bytes], bool] = lambda _: True
+    hangs: Callable[[bytes], bool] = lambda _: False
+    shard_map: ShardMap = field(default_factory=lambda: queue_map("a"))
     frame_max: int = 131_072
+    away: set[str] = field(default_factory=set)
+    sent: list[bytes] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
     most_in_flight: int = 0
     in_flight: int = 0
@@ -56,9 +62,18 @@ class Broker:
                 channels.append(FakeChannel(self, channels))
                 return channels[-1]
 
+        class Routing:
+            def unavailable(_, shard: str) -> bool:  # noqa: N805
+                return shard in self.away
+
+            def suspect(_, shard: str) -> None:  # noqa: N805
+                self.away.add(shard)
+
         session: Any = Session()
+        routing: Any = Routing()
         try:
-            return await _bring(session, queue_map("a"), lambda: None)
+            async with asyncio.timeout(PATIENCE / 2):
+                return await _bring(session, self.shard_map, lambda: None, routing)
         finally:  # which expires
             self.kept = [each for each in self.kept if each.key != QUEUE]
 
@@ -115,6 +130,9 @@ class FakeChannel:
                 for channel in self._channels:
                     channel.deliver(broker.kept[-1])
                 return True
+            broker.sent.append(body)
+            if broker.hangs(body):
+                await asyncio.Event().wait()
             taken = broker.takes(body)
             if taken:
                 broker.stored.append(body)
@@ -144,8 +162,32 @@ def test_no_message_overtakes_one_of_its_key_that_the_shard_did_not_take() -> No
     with pytest.raises(ShardUnavailable, match="did not take it"):
         broker.bring()
     assert broker.stored == [b"a"]
+    broker.away.clear()
     assert broker.bring() == 3
     assert broker.stored == [b"a", b"1", b"2", b"3"]
+    assert broker.kept == []
+
+
+def test_a_shard_that_does_not_answer_has_nothing_of_others_brought_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sharding.publishing.unrouted._CONFIRM_TIMEOUT", 0.1)
+    broker = Broker(
+        [kept("two", b"1"), kept("hung", b"?"), kept("three", b"2"), kept("hung", b"??")],
+        shard_map=queue_map("ab"),
+        hangs=lambda body: b"?" in body,
+    )
+    hung, *well = (broker.shard_map.shard_of(key).name for key in ("hung", "two", "three"))
+    assert hung not in well
+    for _ in range(3):
+        with pytest.raises(ShardUnavailable, match="did not take it"):
+            broker.bring()
+        assert broker.stored == [b"1", b"2"]
+        assert [each.body for each in broker.kept] == [b"?", b"??"]
+    assert broker.sent.count(b"?") == 1  # it counts as away, and may have taken that one
+    broker.hangs = lambda _: False
+    broker.away.clear()
+    assert broker.bring() == 2
     assert broker.kept == []
 
 
