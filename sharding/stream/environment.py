@@ -38,6 +38,7 @@ from sharding.stream.consumer.consumer import Consumer
 from sharding.stream.consumer.offset_store import check_offset, store_offset_surely
 from sharding.stream.consumer.probe import Ends, leader_ends
 from sharding.stream.consumer.ranges import RangeReading, offset_at, read_range
+from sharding.stream.consumer.starting import note_stored
 from sharding.stream.errors import StreamNotFound
 from sharding.stream.forks import of_this_process
 from sharding.stream.options import ConsumerOptions, ProducerOptions, RouteOptions, StreamArguments
@@ -259,6 +260,7 @@ class StreamEnvironment:
         deadline = time.monotonic() + timeout
         client = self._locator.connect(timeout)
         store_offset_surely(client, name, stream, offset, deadline, exactly=True)
+        note_stored(client, name, stream, deadline, time.monotonic)
 
     # Messages
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 from sharding.stream.connections.access import Access
 from sharding.stream.connections.attachments import SubscriberHandler
 from sharding.stream.consumer.probe import PROBE_NAME
+from sharding.stream.consumer.starting import BEGUN
 from sharding.stream.errors import ConnectionLost, refusal
 from sharding.stream.messages.message import encode_data
 from sharding.stream.protocol.answers import Answer, MetadataAnswer, OffsetAnswer, StatsAnswer
@@ -46,6 +47,8 @@ class FakeStream:
     chunks: list[tuple[int, list[bytes]]] = field(default_factory=list)
     next_offset: int = 0
     stored: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+    """That an offset was stored: under names of their own, and retention leaves them alone."""
     loses_offsets: bool = False
     """The leader is away: what is sent to be stored is lost, and nobody is told."""
     begins_at: int = 0
@@ -141,7 +144,8 @@ class FakeClient:
             case Key.UNSUBSCRIBE:
                 self.subscribed.pop(request.subscription_id, None)
             case Key.QUERY_OFFSET:
-                return OffsetAnswer(Code.OK, self.stream.stored.get(request.reference))
+                known = self.stream.stored | self.stream.notes
+                return OffsetAnswer(Code.OK, known.get(request.reference))
             case Key.STREAM_STATS:
                 chunks = self.stream.chunks
                 last = chunks[-1][0] if chunks else -1
@@ -168,7 +172,8 @@ class FakeClient:
             name = frame[10 : 10 + length].decode()
             if self.stream.loses_offsets:
                 return
-            self.stream.stored[name] = int.from_bytes(frame[-8:], "big")
+            offset = int.from_bytes(frame[-8:], "big")
+            (self.stream.notes if offset == BEGUN else self.stream.stored)[name] = offset
 
     def _subscribe(self, request: Subscribe) -> Answer:
         if self.stream.name != request.stream:

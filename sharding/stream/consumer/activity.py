@@ -28,7 +28,13 @@ from sharding.stream.connections.access import Access
 from sharding.stream.connections.attachments import ActivityAnswer
 from sharding.stream.connections.connection import StreamClient
 from sharding.stream.consumer.inbox import Inbox, Lane
-from sharding.stream.consumer.starting import turn_offset, witness_before
+from sharding.stream.consumer.starting import (
+    is_moving,
+    note_stored,
+    turn_offset,
+    was_stored,
+    witness_before,
+)
 from sharding.stream.options import ConsumerOptions, offset_spec
 from sharding.stream.protocol.constants import FIRST, NEXT, OffsetSpec
 
@@ -110,7 +116,13 @@ class Activity:
             return
         try:
             options, own = self._options, lane.handed_out
-            place = turn_offset(client, stream, options, own, self._access, _TIMEOUT)
+            name, clock = str(options.name), self._access.clock
+            place = turn_offset(
+                *(client, stream, options, own, self._access, _TIMEOUT),
+                lambda: was_stored(client, name, stream, _TIMEOUT),
+            )
+            if is_moving(options):  # the place is stored
+                note_stored(client, name, stream, clock() + _TIMEOUT, clock)
             lane.witness = witness_before(
                 client, stream, place, lane.witness, self._access, _TIMEOUT
             )

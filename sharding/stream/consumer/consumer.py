@@ -32,6 +32,7 @@ from sharding.stream.consumer.offset_store import (
     store_offset,
     store_offset_surely,
 )
+from sharding.stream.consumer.starting import BEGUN, note_stored, stored_name, was_stored
 from sharding.stream.consumer.subscription import Subscription
 from sharding.stream.errors import NotActive
 from sharding.stream.messages.chunk import messages, parse_header
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warren.stream.consumer")
 
 CLOSE_TIMEOUT = 10.0
+_NOTE_TIMEOUT = 1.0
+_NOTE_AGAIN = 10.0
 
 _at_work: set[int] = set()
 """The threads that are at work in some consumer, and may hold locks of its, for the application."""
@@ -88,6 +91,9 @@ class Consumer:
             options.store_every_messages, options.store_every_seconds, access.clock()
         )
         self._readers: dict[str, BatchReader] = {}
+        self._noted: set[str] = set()
+        """The streams of which it is noted that an offset was stored (`starting`)."""
+        self._note_at = access.clock()
         self._storing = threading.RLock()
         """Held from the look at whose turn it is until the offset is sent."""
         self._closing = False
@@ -355,20 +361,38 @@ class Consumer:
                     if self._is_turn(stream, reached):
                         store_offset(client, str(self._options.name), stream, reached.offset)
                         self._progress.sent(stream, reached)
+                        self._note_soon(client, stream)
             self._progress.restart(now)
 
     def _store_surely(self, offsets: Mapping[str, Reached], deadline: float) -> list[str]:
-        """The streams of which nothing was stored, because the turn is another's."""
-        lost = []
-        for stream, reached in offsets.items():
-            with self._storing:
-                # A connection that was made after the turn ended is found after that was noted.
-                client = self._subscriptions[stream].connection(deadline)
-                if not self._is_turn(stream, reached):
+        """The streams of which nothing was stored, because the turn is another's.
+
+        One that is away leaves the others their share of the time; then it raises.
+        """
+        lost: list[str] = []
+        failure: WarrenError | None = None
+        away_last = sorted(offsets, key=lambda stream: self._subscriptions[stream].node is None)
+        for number, stream in enumerate(away_last):
+            now = self._access.clock()
+            until = now + (deadline - now) / (len(away_last) - number)
+            try:
+                if not self._store_in_turn(stream, offsets[stream], until):
                     lost.append(stream)
-                    continue
-                self._store_over(client, stream, reached, deadline)
+            except WarrenError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
         return lost
+
+    def _store_in_turn(self, stream: str, reached: Reached, deadline: float) -> bool:
+        """False: the turn is another's."""
+        with self._storing:
+            # A connection that was made after the turn ended is found after that was noted.
+            client = self._subscriptions[stream].connection(deadline)
+            if not self._is_turn(stream, reached):
+                return False
+            self._store_over(client, stream, reached, deadline)
+        return True
 
     def _is_turn(self, stream: str, reached: Reached) -> bool:
         lane = self._subscriptions[stream].lane
@@ -392,6 +416,31 @@ class Consumer:
         name, clock = str(self._options.name), self._access.clock
         store_offset_surely(client, name, stream, reached.offset, deadline, clock)
         self._progress.stored(stream, reached)
+        self._note_stored(client, stream, deadline)
+
+    def _note_stored(self, client: StreamClient, stream: str, deadline: float) -> None:
+        """Note it once for each stream. If that fails, the next offset tries again."""
+        if stream in self._noted:
+            return
+        name = str(self._options.name)
+        try:
+            note_stored(client, name, stream, deadline, self._access.clock)
+        except WarrenError as error:
+            logger.info("%s: that %r has an offset is not noted yet: %s", stream, name, error)
+        else:
+            self._noted.add(stream)
+
+    def _note_soon(self, client: StreamClient, stream: str) -> None:
+        """The same without patience: the next offset finds out whether it is noted."""
+        now, name = self._access.clock(), str(self._options.name)
+        if stream in self._noted or now < self._note_at:
+            return
+        self._note_at = now + _NOTE_AGAIN  # unless there is an answer
+        if was_stored(client, name, stream, _NOTE_TIMEOUT):
+            self._noted.add(stream)
+        else:
+            store_offset(client, stored_name(name), stream, BEGUN)
+        self._note_at = now
 
     def _end(self, deadline: float) -> None:
         self._inbox.close()

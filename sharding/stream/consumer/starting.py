@@ -19,10 +19,14 @@ The rules:
    it is gone too is noticed as a gap. A witness makes room only for one of the same stream, which
    is why the old one is asked for after the new one.
 4. *Who has begun does not begin again.* The broker keeps offsets in the stream itself: they go with
-   it when it is deleted, and when retention has deleted all that they name. A group that finds
-   none would take the end of another stream for its place, or an offset that was meant for the old
-   one, and skip what is before it. So it notes elsewhere (`begun_name`) that it has begun; where it
-   has, and nothing is stored, it reads all.
+   it when it is deleted, and when retention has deleted all that they name. Who finds none would
+   take the end of the stream for its place, or an offset that was meant for another one, and skip
+   what is before it, or not notice what is gone. So it is noted that an offset was stored; where
+   one was, and none is there, all is read, and what is missing before that counts as lost. A
+   consumer notes it in the stream itself, under a name and with an offset that retention leaves
+   alone (`stored_name`); a group elsewhere (`begun_name`), as a note that outlives the stream.
+5. *Who stores by itself stores where it begins*, if that is "next" or "last": else all that came
+   before its first stored offset would be left out by the next one of its name.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sharding.errors import OutcomeUnknown, ShardUnavailable, Unreachable
+from sharding.errors import OutcomeUnknown, ShardUnavailable, Unreachable, WarrenError
 from sharding.stream.connections.access import Access
 from sharding.stream.consumer.offset_store import store_offset_surely, stored_offset
 from sharding.stream.consumer.probe import (
@@ -57,17 +61,44 @@ _MOVING = (OffsetType.NEXT, OffsetType.LAST)
 LEAVES_OUT = (*_MOVING, OffsetType.OFFSET)
 """Places that were meant for one stream: in another one they leave out what nobody has read."""
 _LEADER_PATIENCE = 2.0
+_STORE_PATIENCE = 2.0
+"""3.10 does not say that a user may not store offsets; it leaves them away."""
 
 
 def start_offset(
     client: StreamClient, stream: str, options: ConsumerOptions, access: Access, timeout: float
 ) -> int | None:
     """The offset to begin at; None if only the broker can tell (first, and a time)."""
-    if options.name is not None:
-        stored = stored_offset(client, options.name, stream, timeout)
+    name = options.name
+    if name is not None:
+        stored = stored_offset(client, name, stream, timeout)
         if stored is not None:
             return stored + 1
-    return _place(client, stream, options, access, timeout)
+        if was_stored(client, name, stream, timeout):
+            return 0
+    place = _place(client, stream, options, access, timeout)
+    if name is not None and place is not None and options.stores_by_itself and is_moving(options):
+        deadline = access.clock() + min(timeout, _STORE_PATIENCE)
+        try:
+            if place:
+                store_offset_surely(client, name, stream, place - 1, deadline, access.clock)
+            note_stored(client, name, stream, deadline, access.clock)
+        except WarrenError as error:
+            logger.warning("%s: where %r begins is not stored: %s", stream, name, error)
+    return place
+
+
+def was_stored(client: StreamClient, name: str, stream: str, timeout: float) -> bool:
+    """Whether consumers of this name had an offset in the stream before."""
+    return stored_offset(client, stored_name(name), stream, timeout) is not None
+
+
+def note_stored(
+    client: StreamClient, name: str, stream: str, deadline: float, clock: Callable[[], float]
+) -> None:
+    """Note that they have one, or begin with the first message of a stream that was empty."""
+    if not was_stored(client, name, stream, max(0.0, deadline - clock())):
+        store_offset_surely(client, stored_name(name), stream, BEGUN, deadline, clock)
 
 
 def turn_offset(
@@ -89,8 +120,9 @@ def turn_offset(
     if known:
         return max(known)
     if not is_moving(options):
-        place = _place(client, stream, options, access, timeout)
-        return 0 if place and has_begun() else place  # an offset of the stream that was replaced
+        # The place may be meant for a stream that was replaced, and what is the first message now
+        # need not be the next one.
+        return 0 if has_begun() else _place(client, stream, options, access, timeout)
     fixed = stored_offset(client, place_name(name), stream, timeout)
     if fixed is not None:
         return fixed
@@ -110,6 +142,15 @@ def place_name(name: str) -> str:
     'warren.begins billing'
     """
     return _reference("warren.begins", name)
+
+
+def stored_name(name: str) -> str:
+    """Under which it is noted in a stream that consumers of this name stored an offset there.
+
+    >>> stored_name("billing")
+    'warren.stored billing'
+    """
+    return _reference("warren.stored", name)
 
 
 def begun_name(group: str, stream: str) -> str:

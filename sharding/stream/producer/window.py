@@ -4,7 +4,8 @@ Bodies without properties or a key are kept as they are (`plain`): their data se
 when the frame is built, many at a time. As soon as another message joins them, all are encoded.
 
 Ids are a range that goes on where the last batch ended. Only where the application gives ids are
-they kept one by one.
+they kept one by one. It may give some that the stream has, to repeat messages; one that the
+producer gives itself is above all that the stream has, or the broker would drop a new message.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Pending:
     def __init__(self, options: ProducerOptions, stream: str) -> None:
         self._options = options
         self._stream = stream
-        self._next_id = 1
-        self._any_used = False
+        self._found = 0
+        self._last_given = 0
         self.taken = 0
         """How many messages were put into batches."""
         self._clear()
@@ -52,14 +53,16 @@ class Pending:
 
     def go_on_after(self, last_id: int) -> None:
         """The stream has this id already, under the producer's name."""
-        self._next_id = last_id + 1
+        self._found = last_id
 
     @property
     def last_id(self) -> int:
         """The last id given to a message, or found in the stream; 0 if there is none."""
         if self.ids:
             return self.ids[-1]
-        return self._next_id - 1 + len(self.messages)
+        if self.messages:
+            return self._next_id - 1 + len(self.messages)
+        return self._last_given or self._found
 
     @property
     def is_full(self) -> bool:
@@ -74,7 +77,7 @@ class Pending:
         """
         if self._options.name is None:
             raise InvalidInput("publishing_id", "needs a producer with a name", ids[0])
-        last = self.last_id if self._any_used or self.messages else 0
+        last = self.last_id if self._last_given or self.messages else 0
         for each in ids:
             if not last < each <= MAX_PUBLISHING_ID:
                 raise InvalidInput(
@@ -156,17 +159,21 @@ class Pending:
     def following(self, batch: Batch) -> Pending:
         """The buffer for what comes after this batch, which is all that there is here."""
         following = copy(self)
-        following._next_id = self.last_id + 1
-        following._any_used = True
+        following._last_given = self.last_id
         following.taken += len(batch.numbers)
         following._clear()
         return following
 
+    @property
+    def _next_id(self) -> int:
+        """Of the first message here, if its id is not from the application."""
+        return max(self._last_given, self._found) + 1
+
     def _add_ids(self, ids: Sequence[int] | None, count: int) -> None:
-        following = range(self.last_id + 1, self.last_id + 1 + count)
         if self.ids is None:
             self.ids = array("Q", range(self._next_id, self._next_id + len(self.messages)))
-        self.ids.extend(following if ids is None else ids)
+        first = max(self.last_id, self._found) + 1
+        self.ids.extend(range(first, first + count) if ids is None else ids)
 
 
 # All messages of a partition that have no outcome, pending and in batches, and their bounds: pure.

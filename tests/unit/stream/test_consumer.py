@@ -993,6 +993,7 @@ class TestSingleActive:
         send = client.send
 
         def step_down_first(frame: bytes, timeout: float | None = None) -> None:
+            client.send = send  # type: ignore[method-assign]
             client.make_active(0, False)
             assert len(client.answered) == 1, "nobody else is let in yet"
             send(frame, timeout)
