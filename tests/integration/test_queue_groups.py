@@ -26,6 +26,7 @@ from sharding.groups import (
     GroupFailed,
     Retry,
 )
+from sharding.groups.handling.threads import HandlerThreads
 from sharding.groups.queues.shard_reader import NotLockable
 from sharding.groups.queues.worker import QueueWorker, exchange_of
 from sharding.maps.naming import SHARDS_KEY
@@ -406,9 +407,18 @@ def test_a_stop_begins_nothing_before_dead_letters_that_are_not_stored_are_left(
         left.append(group._runner._stopping)
         wind_down(worker)
 
+    begin_nothing_more = HandlerThreads.wind_down
+
+    def late(runner: HandlerThreads) -> None:
+        """What the worker's loop was told before this has happened."""
+        assert group._loop is not None
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), group._loop).result(PATIENCE)
+        begin_nothing_more(runner)
+
     monkeypatch.setattr(QueueWorker, "wind_down", noted)
+    monkeypatch.setattr(HandlerThreads, "wind_down", late)
     with ConsumerGroup(topology, images, Log(), options=patient.group()) as group:
-        pass
+        wait_until(lambda: len(group.shards) == 6)
     assert left == [True]
 
 
