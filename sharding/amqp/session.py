@@ -46,6 +46,10 @@ class Session:
         """The address that was dialled, as `host:port`."""
         self.instance = instance
         """What the broker knows this connection by, and nobody else has."""
+        self.is_blocked = False
+        """Whether the broker, short of memory or disk, reads nothing more of it that publishes."""
+        connection.add_on_connection_blocked_callback(lambda *_: self._note_blocked(True))
+        connection.add_on_connection_unblocked_callback(lambda *_: self._note_blocked(False))
 
     @classmethod
     async def open(cls, parameters: pika.ConnectionParameters, timeout: float) -> Session:
@@ -79,6 +83,9 @@ class Session:
             await _drop(connection, lost)
             raise
         return cls(connection, lost, _where(parameters), instance)
+
+    def _note_blocked(self, is_blocked: bool) -> None:
+        self.is_blocked = is_blocked
 
     @property
     def is_open(self) -> bool:

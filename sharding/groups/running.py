@@ -238,14 +238,17 @@ class BlockingFront(GroupFront):
         return self._stop_request.is_asked
 
     def _stop_by_itself(self) -> None:
-        threading.Thread(target=self.stop, name="warren-stop", daemon=True).start()
+        self._stop_request.ask()
+        if not _started(self.stop, "warren-stop"):
+            logger.error("shards of %s are given back by run(), or on leaving with", self._about)
 
     def _tell_failure(self, error: BaseException) -> None:
         def tell() -> None:
             super(BlockingFront, self)._tell_failure(error)
             self._told.set()
 
-        threading.Thread(target=tell, name=_TELLER, daemon=True).start()
+        if not _started(tell, _TELLER):
+            tell()
 
     def _raise_failure(self) -> None:
         # The process may end with this error, and on_failure should have been heard before.
@@ -259,6 +262,17 @@ class BlockingFront(GroupFront):
     def _end(self, patience: float) -> bool:
         """Whether handlers ended in time. Called again if it was interrupted."""
         raise NotImplementedError
+
+
+def _started(work: Callable[[], object], name: str) -> bool:
+    """Whether a thread does it now; not where the process can have no more of them, which may be
+    just what a group fails for."""
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError as error:
+        logger.error("no thread can be started: %s", error)
+        return False
+    return True
 
 
 # Running in the foreground: until somebody asks for the stop, or a signal does.

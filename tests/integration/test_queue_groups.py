@@ -26,13 +26,15 @@ from sharding.groups import (
     GroupFailed,
     Retry,
 )
+from sharding.groups.handling.threads import HandlerThreads
 from sharding.groups.queues.shard_reader import NotLockable
-from sharding.groups.queues.worker import exchange_of
+from sharding.groups.queues.worker import QueueWorker, exchange_of
 from sharding.maps.naming import SHARDS_KEY
 from sharding.maps.shard_map import Address
 from tests.cluster import Cluster, wait_until
 from tests.cluster.waiting import PATIENCE
 from tests.support import patient
+from tests.support.groups import KINDS, running_group
 from tests.support.sharded import fresh_queue, raw_channel
 
 pytestmark = pytest.mark.cluster
@@ -356,6 +358,70 @@ def test_stopping_finishes_what_is_running_and_gives_back_the_rest(
     assert sorted(log.numbers() + rest.numbers()) == list(range(50))
 
 
+@KINDS
+def test_others_read_what_a_worker_that_stops_is_not_at_work_on(
+    topology: Topology, images: str, kind: str
+) -> None:
+    begun, let_go = threading.Event(), threading.Event()
+
+    def work(_: Delivery) -> None:
+        begun.set()
+        let_go.wait(PATIENCE)
+
+    async def work_beside_the_loop(delivery: Delivery) -> None:
+        await asyncio.to_thread(work, delivery)
+
+    handler = work_beside_the_loop if kind == "tasks" else work
+    # Nobody may count as gone, or take what others should: it has to be told.
+    options = patient.group(member_timeout=4 * PATIENCE)
+    with ExitStack() as leaving, ExitStack() as staying:
+        staying.callback(let_go.set)
+        first = leaving.enter_context(running_group(kind, topology, images, handler, options))
+        wait_until(lambda: len(first.shards) == 6)
+        publish(topology, images, 1)
+        assert begun.wait(PATIENCE)
+        heir = ConsumerGroup(topology, images, lambda _: None, options=options)
+        stopping = threading.Thread(target=leaving.close)
+        stopping.start()
+        staying.callback(stopping.join)
+        staying.callback(let_go.set)
+        staying.enter_context(heir)
+        wait_until(lambda: len(heir.shards) == 5, explain=lambda: f"{first.shards} {heir.shards}")
+        assert len(first.shards) == 1
+        let_go.set()
+        wait_until(lambda: len(heir.shards) == 6)
+        stopping.join(PATIENCE)
+        counters = first.counters
+    assert (counters["released"], counters["lost"]) == (6, 0)
+
+
+def test_a_stop_begins_nothing_before_dead_letters_that_are_not_stored_are_left(
+    topology: Topology, images: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead letter that is left lets its key go on, so nothing may be begun by then."""
+    left: list[bool] = []
+    wind_down = QueueWorker.wind_down
+
+    def noted(worker: QueueWorker) -> None:
+        assert group._runner is not None
+        left.append(group._runner._stopping)
+        wind_down(worker)
+
+    begin_nothing_more = HandlerThreads.wind_down
+
+    def late(runner: HandlerThreads) -> None:
+        """What the worker's loop was told before this has happened."""
+        assert group._loop is not None
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), group._loop).result(PATIENCE)
+        begin_nothing_more(runner)
+
+    monkeypatch.setattr(QueueWorker, "wind_down", noted)
+    monkeypatch.setattr(HandlerThreads, "wind_down", late)
+    with ConsumerGroup(topology, images, Log(), options=patient.group()) as group:
+        wait_until(lambda: len(group.shards) == 6)
+    assert left == [True]
+
+
 def test_the_stop_is_told_of_when_nothing_more_is_begun(
     topology: Topology, images: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,6 +577,22 @@ def test_announcements_that_are_none_are_ignored(
                 channel.basic_publish(exchange_of(images), "", json.dumps(ghost).encode())
                 time.sleep(0.1)
         wait_until(lambda: len(group.shards) == 6)
+
+
+def test_workers_hear_each_other_again_when_their_exchange_was_made_again(
+    cluster: Cluster, topology: Topology, images: str
+) -> None:
+    """Publishing goes on without an error, to nobody: their queues are bound no more."""
+    with ExitStack() as workers:
+        groups = [ConsumerGroup(topology, images, Log(), options=patient.group()) for _ in range(3)]
+        for group in groups[:2]:
+            workers.enter_context(group)
+        wait_until(lambda: [len(group.shards) for group in groups[:2]] == [3, 3])
+        with raw_channel(cluster.nodes[0]) as channel:
+            channel.exchange_delete(exchange_of(images))
+            channel.exchange_declare(exchange_of(images), "fanout", durable=True, auto_delete=True)
+        workers.enter_context(groups[2])
+        wait_until(lambda: [len(group.shards) for group in groups] == [2, 2, 2])
 
 
 def test_an_asynchronous_group_starts_once_and_a_cancelled_stop_is_carried_out(

@@ -356,6 +356,34 @@ def test_worker_stopped_in_the_middle_of_a_message_finishes_it_first(
     assert log.numbers()[-1] == 5, "what was not begun went to the other one"
 
 
+def test_others_read_what_a_worker_that_stops_is_not_at_work_on(
+    environment: StreamEnvironment, invoices: str
+) -> None:
+    begun, let_go = threading.Event(), threading.Event()
+
+    def work(_: Delivery) -> None:
+        begun.set()
+        let_go.wait(PATIENCE)
+
+    # Nobody may count as gone, or take what others should: it has to be told.
+    options: dict[str, Any] = {"member_timeout": 4 * PATIENCE, "stop_timeout": PATIENCE}
+    with ExitStack() as staying:
+        first = group_of(environment, invoices, work, **options)
+        staying.enter_context(first)
+        staying.callback(let_go.set)
+        settle([first], [PARTITIONS])
+        publish(environment, invoices, 1)
+        assert begun.wait(PATIENCE)
+        stopping = threading.Thread(target=first.stop)
+        stopping.start()
+        staying.callback(stopping.join)
+        staying.callback(let_go.set)
+        heir = staying.enter_context(group_of(environment, invoices, lambda _: None, **options))
+        settle([first, heir], [1, PARTITIONS - 1])
+        let_go.set()
+        settle([first, heir], [0, PARTITIONS])
+
+
 def test_handler_that_outlasts_the_handover_is_not_waited_for(
     environment: StreamEnvironment, events: str
 ) -> None:

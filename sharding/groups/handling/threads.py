@@ -16,7 +16,8 @@ The interface, for whoever reads messages (the *owner*):
 * `set_lease(shard, until)`: begin no message of the shard after this moment of the clock.
 * `wind_down()`: begin nothing more, of any shard; what is not running is given back.
 * `stop(timeout)`: the same, and wait; True if all handlers ended in time.
-* `on_failure(error)` is called once, when so many handlers hang that it is useless to go on.
+* `on_failure(error)` is called once, when so many handlers hang that it is useless to go on, or a
+  thread can't be replaced because the process can have no more.
 
 No bound on what may be submitted is kept here: the owner's prefetch is that bound.
 
@@ -89,7 +90,7 @@ class HandlerThreads:
         self._stopping = False
         self._failed = False
         for _ in range(options.parallelism):
-            self._add_thread()
+            self._start_thread()
         if options.handler_timeout is not None:
             threading.Thread(target=self._watch, name="warren-watch", daemon=True).start()
 
@@ -154,6 +155,12 @@ class HandlerThreads:
     # The threads.
 
     def _add_thread(self, *left: Job | None) -> None:
+        try:
+            self._start_thread(*left)
+        except RuntimeError as error:  # there is a limit to what a process may have
+            self._fail(f"a thread for handlers can't be replaced: {error}")
+
+    def _start_thread(self, *left: Job | None) -> None:
         """`left` is what another thread took last that has ended before its time."""
         threading.Thread(target=self._work, args=left, name="warren-handler", daemon=True).start()
 
@@ -299,14 +306,17 @@ class HandlerThreads:
         self._after(settled)
         if not too_many:
             self._add_thread()
-        elif not self._failed:
-            self._failed = True
-            self._on_failure(
-                GroupFailed(
-                    f"{lost} handlers hang, {most} are tolerated "
-                    f"(max_lost_threads): none returned within {limit:g} s (handler_timeout)"
-                )
+        else:
+            self._fail(
+                f"{lost} handlers hang, {most} are tolerated "
+                f"(max_lost_threads): none returned within {limit:g} s (handler_timeout)"
             )
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            is_first, self._failed = not self._failed, True
+        if is_first:
+            self._on_failure(GroupFailed(why))
 
 
 def end_forked_child(process: int) -> None:

@@ -77,10 +77,11 @@ class ConsumerGroup(BlockingFront):
         if not thread.is_alive():
             return runner.stop(0)
         self._unsubscribe()
+        # First, or a key would go on behind a dead letter that the worker stops trying to store.
+        runner.wind_down()
         if self._worker is not None:
             with suppress(RuntimeError):  # it has ended by itself
                 loop.call_soon_threadsafe(self._worker.wind_down)
-        runner.wind_down()
         logger.info("stopping; handlers have %g s to finish", patience)
         finished = runner.stop(patience)
         if not finished:
@@ -310,8 +311,8 @@ class AioConsumerGroup(GroupFront):
         assert self._runner is not None
         assert self._working is not None
         self._unsubscribe()
+        self._runner.wind_down()  # first, as a ConsumerGroup does
         self._worker.wind_down()
-        self._runner.wind_down()
         logger.info("stopping; handlers have %g s to finish", patience)
         finished = await self._runner.stop(patience)
         if not finished:

@@ -16,7 +16,7 @@ from typing import Any
 import pika
 
 from sharding.amqp.session import ACCESS_REFUSED, PRECONDITION_FAILED, Channel, Refused
-from sharding.errors import WarrenError, reason
+from sharding.errors import RemoteError, WarrenError, reason
 from sharding.groups.handling.delivery import GroupFailed
 from sharding.groups.log import logger
 from sharding.groups.options import GroupOptions
@@ -123,10 +123,12 @@ class QueueWorker:
             await asyncio.gather(membership, *tasks, return_exceptions=True)
 
     def wind_down(self) -> None:
-        """Take and give up nothing more; the end is near."""
+        """Take nothing more, and give up each shard as soon as no handler is at work on it: nobody
+        would read it while this worker waits for its last one."""
         self._winding_down = True
-        for reader in self._readers.values():
-            reader.wind_down()
+        for shard in self._readers.keys() - self._leaving.keys():
+            self._start(self._leaving, shard, self._give_up(shard))
+        self._membership.leave()
 
     async def leave(self, timeout: float) -> None:
         """After `run` and after the runner stopped: acknowledge, close, say goodbye."""
@@ -139,7 +141,7 @@ class QueueWorker:
         except TimeoutError:
             logger.warning("not every shard was given back in order; the broker does it now")
         self.counters["released"] += len(readers)
-        self._membership.announce(Kind.BYE)
+        self._membership.leave()
         await self._nodes.close()
         await self._side.close()
 
@@ -152,7 +154,12 @@ class QueueWorker:
         mine = Hands(self.held(), leaving=self._leaving.keys(), asking=self._taking.keys())
         away = {shard for shard, node in self._homes.items() if self._nodes.session(node) is None}
         moves = self._assignment.look(
-            self._clock(), self._homes.keys(), mine, self._membership.others(), away
+            self._clock(),
+            self._homes.keys(),
+            mine,
+            self._membership.others(),
+            away,
+            self._membership.departing(),
         )
         for shard in moves.leave:
             self._start(self._leaving, shard, self._give_up(shard))
@@ -235,6 +242,8 @@ class QueueWorker:
         self.counters["taken"] += 1
         logger.info("%r is taken; %d shards held", shard, len(self._readers))
         reader.channel.closed.add_done_callback(lambda _: self._on_closed(shard, reader))
+        if self._winding_down and shard not in self._leaving:
+            self._start(self._leaving, shard, self._give_up(shard))
         self._membership.announce()
 
     def _on_refused(self, shard: str, error: Refused) -> None:
@@ -267,7 +276,7 @@ class QueueWorker:
             return
         del self._readers[shard]
         reader.forget()
-        if shard in self._leaving:
+        if shard in self._leaving or self._winding_down:
             self.counters["released"] += 1
             logger.info("%r is given up; %d shards held", shard, len(self._readers))
         else:
@@ -341,9 +350,13 @@ class Membership:
         self._roster = Roster(me, options.settle_time, options.member_timeout)
         self._joined_at: float | None = None
         self._trouble = ""
+        self._leaves = False
 
     def others(self) -> dict[str, frozenset[str]]:
         return self._roster.held_by_others(self._clock())
+
+    def departing(self) -> frozenset[str]:
+        return self._roster.held_by_leaving(self._clock())
 
     @property
     def settled(self) -> bool:
@@ -368,15 +381,22 @@ class Membership:
             await self._side.drop()
             await asyncio.sleep(self._options.announce_interval / 4)
 
+    def leave(self) -> None:
+        """Say goodbye, now and in all that is announced from here on."""
+        self._leaves = True
+        self.announce()
+
     def announce(self, kind: Kind = Kind.HERE) -> None:
         """Tell the others what this worker holds; a hint, which may get lost."""
         if self._channel is not None:
+            kind = Kind.BYE if self._leaves else kind
             body = Announcement(self._me, kind, self._held()).dumps()
             self._channel.send(self._exchange, "", body, pika.BasicProperties())
 
     async def _take_part(self) -> None:
         async with asyncio.timeout(self._options.answer_timeout + self._options.connect_timeout):
-            channel = await self._side.channel()
+            session = await self._side.session()
+            channel = await session.channel()
             await self._declare_exchange(channel)
             queue = (await channel.declare("", exclusive=True)).name
             await channel.bind(queue, self._exchange, "")
@@ -385,10 +405,23 @@ class Membership:
         if self._joined_at is None:
             self._joined_at = self._clock()
         self.announce(Kind.HELLO)
+        hears_at = self._clock()
         while not channel.closed.done():
             await asyncio.wait([channel.closed], timeout=self._options.announce_interval)
+            if session.is_blocked:  # nothing of its own can come back
+                hears_at = self._clock()
+            self._check_hearing(hears_at)
             self.announce()
         raise channel.refused or WarrenError(channel.closed.result())
+
+    def _check_hearing(self, since: float) -> None:
+        """Raise if nothing of its own came back for long: somebody deleted the exchange, another
+        worker has made it again, and this one's queue is bound to it no more."""
+        heard = max(since, self._roster.heard_myself or since)
+        if self._clock() - heard >= self._options.member_timeout:
+            raise RemoteError(
+                f"nothing comes back through {self._exchange!r}, which was made again"
+            )
 
     async def _declare_exchange(self, channel: Channel) -> None:
         try:

@@ -9,7 +9,8 @@ Every worker decides for itself, from what it has heard of the others. The rules
    names sort by node, and a worker should not end with the shards of one node only.
 3. Free shards are dealt to those that hold less than their share, one to each in turn, so that two
    workers with the same view never reach for the same shard.
-4. Nobody takes what another is heard to hold. The broker's lock is the truth anyway: views that
+4. Nobody takes what another is heard to hold. A worker that stops has no share, and its shards are
+   dealt as it gives them up. The broker's lock is the truth anyway: views that
    differ cost an attempt or a move, and never two readers of one shard.
 """
 
@@ -36,11 +37,13 @@ def decide(
     held: Mapping[str, frozenset[str]],
     shards: Iterable[str],
     kept: Set[str] = frozenset(),
+    departing: Set[str] = frozenset(),
 ) -> Decision:
     """What `me` should do. `held` says of each worker, `me` included, which shards it holds.
 
     `shards` are those that exist as far as `me` knows; one that somebody holds exists as well. Of
-    its own, `me` gives up none that are `kept`.
+    its own, `me` gives up none that are `kept`. What is `departing` will be free soon: those that
+    stay share it out too, and wait for it.
 
     >>> decide("b", {"a": frozenset({"s1", "s2", "s3"}), "b": frozenset()}, ["s1", "s2", "s3"])
     Decision(give_up=frozenset(), take=())
@@ -48,8 +51,10 @@ def decide(
     1
     >>> decide("b", {"a": frozenset({"s1", "s2"}), "b": frozenset()}, ["s1", "s2", "s3"]).take
     ('s3',)
+    >>> decide("b", {"b": frozenset({"s1"})}, ["s1", "s2", "s3"], departing={"s3"}).take
+    ('s2',)
     """
-    taken = frozenset[str]().union(*held.values())
+    taken = frozenset(departing).union(*held.values())
     every = taken | frozenset(shards)
     shares = fair_shares({worker: len(mine) for worker, mine in held.items()}, len(every))
     surplus = len(held[me]) - shares[me]
@@ -244,15 +249,17 @@ class Assignment:
         mine: Hands,
         others: Mapping[str, frozenset[str]],
         away: Set[str] = frozenset(),
+        departing: Set[str] = frozenset(),
     ) -> Moves:
-        """What follows from the `shards` that exist, of which some are `away`, and from what the
-        others hold; whatever is to be taken counts as tried from here on.
+        """What follows from the `shards` that exist, of which some are `away`, from what the others
+        hold, and what those hold who are `departing`; whatever is to be taken counts as tried from
+        here on.
         """
         held, attempts = frozenset(mine.held), self.attempts
         there = frozenset(each for each in shards - away if not attempts.is_away(each, now))
-        taken = frozenset[str]().union(*others.values())
+        taken = frozenset(departing).union(*others.values())
         kept = self._unwanted.kept(taken, now)
-        decision = decide(self._me, {**others, self._me: held}, there, kept)
+        decision = decide(self._me, {**others, self._me: held}, there, kept, departing)
 
         leave = dict.fromkeys((held | mine.in_line) - shards - mine.leaving, Cause.GONE)
         leaving = held & (mine.leaving | leave.keys())

@@ -7,6 +7,7 @@ locks do not decide again. One that can't be read is ignored.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,6 +24,7 @@ class Kind(StrEnum):
     """I am new: tell me what you hold."""
     HERE = "here"
     BYE = "bye"
+    """I take nothing more, and give up what I still hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,13 @@ class _Member:
     shards: frozenset[str]
     first_heard: float
     last_heard: float
+    leaves: bool = False
 
 
 class Roster:
     """The other workers. A new one counts after `settle_time`, so that several which come together
-    cause one move and not one each; a silent one counts until `member_timeout`.
+    cause one move and not one each; a silent one counts until `member_timeout`. One that says
+    goodbye has no share any more, and what it holds is its own until it is given up.
     """
 
     def __init__(self, me: str, settle_time: float, member_timeout: float) -> None:
@@ -73,6 +77,8 @@ class Roster:
         self._settle_time = settle_time
         self._member_timeout = member_timeout
         self._members: dict[str, _Member] = {}
+        self.heard_myself: float | None = None
+        """When the last announcement of its own came back: proof that it hears at all."""
 
     def hear(self, body: bytes, now: float) -> bool:
         """Note an announcement; whether its sender wants to hear of us at once."""
@@ -81,25 +87,36 @@ class Roster:
         except WarrenError:
             return False
         if heard.worker == self._me:
+            self.heard_myself = now
             return False
         known = self._members.get(heard.worker)
-        if heard.kind is Kind.BYE:
+        leaves = heard.kind is Kind.BYE
+        if leaves and not heard.shards:
             self._members.pop(heard.worker, None)
             return False
         first = known.first_heard if known else now
-        self._members[heard.worker] = _Member(heard.shards, first, now)
+        self._members[heard.worker] = _Member(heard.shards, first, now, leaves)
         return heard.kind is Kind.HELLO or known is None
 
     def held_by_others(self, now: float) -> dict[str, frozenset[str]]:
-        """Who is there, and holds what."""
+        """Who is there to stay, and holds what."""
+        return {
+            worker: member.shards
+            for worker, member in self._heard_of(now).items()
+            # One that holds something is no newcomer, even if it is new to us.
+            if (member.shards or now - member.first_heard >= self._settle_time)
+            and not member.leaves
+        }
+
+    def held_by_leaving(self, now: float) -> frozenset[str]:
+        """What those who said goodbye have not given up yet."""
+        members = self._heard_of(now).values()
+        return frozenset[str]().union(*(member.shards for member in members if member.leaves))
+
+    def _heard_of(self, now: float) -> Mapping[str, _Member]:
         self._members = {
             worker: member
             for worker, member in self._members.items()
             if now - member.last_heard < self._member_timeout
         }
-        return {
-            worker: member.shards
-            for worker, member in self._members.items()
-            # One that holds something is no newcomer, even if it is new to us.
-            if member.shards or now - member.first_heard >= self._settle_time
-        }
+        return self._members

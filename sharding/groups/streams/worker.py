@@ -151,6 +151,8 @@ class StreamWorker:
 
     def look_again(self) -> None:
         """Something changed: have it looked at soon."""
+        if self._winding_down:  # nobody looks any more
+            self._members.announce()
         with self._news:
             self._changed = True
             self._news.notify_all()
@@ -158,6 +160,7 @@ class StreamWorker:
     def wind_down(self) -> None:
         """Take and give up nothing more; the end is near."""
         self._winding_down = True
+        self._members.leave()
         self.look_again()
         if self._looking.is_alive():
             self._looking.join(_LEAVE_TIMEOUT)
@@ -302,6 +305,7 @@ class StreamMembers:
         self._news = threading.Condition()
         self._next = Kind.HELLO
         self._wanted = False
+        self._leaves = False
         self._closed = False
         self._consumer: Consumer | None = None
         self._producer: Producer | None = None
@@ -329,6 +333,12 @@ class StreamMembers:
         """Whether this worker has listened long enough to know who else is there."""
         joined = self._joined_at
         return joined is not None and self._clock() - joined >= self._options.settle_time
+
+    def leave(self) -> None:
+        """Say goodbye, soon and in all that is announced from here on. Who should have its
+        partitions gets in line for them, and has each the moment it is handed over."""
+        self._leaves = True
+        self.announce()
 
     def announce(self) -> None:
         """Have the others told what this worker holds, soon."""
@@ -421,6 +431,7 @@ class StreamMembers:
             self._send(producer, Kind.BYE)
 
     def _send(self, producer: Producer, kind: Kind) -> None:
+        kind = Kind.BYE if self._leaves else kind
         body = Announcement(self._me, kind, self._held()).dumps()
         producer.send(body, key=self._group)
         producer.flush(timeout=0)  # reports pile up else; whether it was stored does not matter

@@ -234,6 +234,23 @@ def test_a_group_that_failed_says_so_stops_and_raises_on_leaving(
     assert "the worker of 'images' stops: no lock" in caplog.text
 
 
+def test_a_group_that_fails_where_no_thread_can_be_started_says_so_and_ends_in_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    group = Group(lambda _: None)
+    group.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        group.fail(WarrenError("no lock"))
+    assert group.told == [group.failure]
+    with pytest.raises(WarrenError, match="no lock"):
+        group.run()
+    assert group.ended
+
+
 def test_what_run_has_raised_is_not_raised_again_on_leaving() -> None:
     with Group(lambda _: None) as group:
         group.fail(WarrenError("no lock"))

@@ -44,7 +44,7 @@ class Away:
         self.attempts += 1
         raise Unreachable(f"attempt {self.attempts}")
 
-    async def channel(self) -> NoReturn:
+    async def session(self) -> NoReturn:
         await self.open("")
 
     async def drop(self) -> None:

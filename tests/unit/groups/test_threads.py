@@ -161,6 +161,30 @@ def test_hanging_handlers_are_replaced_and_bounded() -> None:
     shop.stop(PATIENCE)
 
 
+def test_a_thread_that_can_not_be_replaced_is_a_failure_and_no_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, let_go, failures = threading.Event(), threading.Event(), queue.Queue[Exception]()
+
+    def hang(_: Delivery) -> None:
+        begun.set()
+        let_go.wait(PATIENCE)
+
+    options = GroupOptions(retry=QUICK, handler_timeout=0.5)
+    shop = HandlerThreads(hang, options, on_failure=failures.put)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread_is_left)
+        Ends().submit(shop, "a1")
+        assert begun.wait(PATIENCE)
+        assert "can't start new thread" in str(failures.get(timeout=PATIENCE))
+    let_go.set()
+    shop.stop(0)
+
+
+def no_thread_is_left(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_asynchronous_handlers_keep_the_same_promises(stubborn: bool) -> None:
     async def handle(delivery: Delivery) -> None:

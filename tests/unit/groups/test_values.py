@@ -145,6 +145,17 @@ def test_the_silent_and_those_that_said_goodbye_are_gone() -> None:
     assert roster.held_by_others(13) == {}
 
 
+def test_who_said_goodbye_has_no_share_and_keeps_what_it_has_not_given_up() -> None:
+    roster = Roster("me", settle_time=0, member_timeout=3)
+    roster.hear(here("a", "s1", "s2"), 10)
+    roster.hear(here("a", "s2", kind=Kind.BYE), 10)
+    assert roster.held_by_others(10) == {}
+    assert roster.held_by_leaving(10) == {"s2"}
+    assert roster.held_by_leaving(13) == frozenset()  # not heard of any more
+    roster.hear(here("a", kind=Kind.BYE), 11)
+    assert roster.held_by_leaving(11) == frozenset()
+
+
 def test_a_worker_does_not_hear_itself() -> None:
     roster = Roster("me", settle_time=0, member_timeout=3)
     assert not roster.hear(here("me", "s1"), 1)
