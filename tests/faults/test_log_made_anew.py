@@ -43,18 +43,11 @@ class Handled:
         self.shards[message.body] = message.shard
 
 
-SAME = "faults/test_log_made_anew.py::test_all_follow_a_log_that_replaces_another[as many records]"
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param(0, id="as many records"),
-        pytest.param(-4, id="fewer", marks=pytest.mark.twin(SAME)),
-        pytest.param(9, id="more", marks=pytest.mark.twin(SAME)),
-    ],
+@pytest.mark.twin(
+    "integration/test_topology.py::test_a_log_made_again_with_as_many_records_is_another_one"
 )
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("more", [0, -4, 9], ids=["as many records", "fewer", "more"])
 def test_all_follow_a_log_that_replaces_another(
     cluster: Cluster, tmp_path: Path, more: int
 ) -> None:
