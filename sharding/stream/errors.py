@@ -179,6 +179,17 @@ class StreamReplaced(RemoteError):
         return type(self), (self.stream, self.read)
 
 
+class ConsumerInterrupted(LocalError):
+    """A call of the consumer did not come to its end; what it had taken may be missing."""
+
+    def __init__(self, consumer: str) -> None:
+        super().__init__(
+            f"{consumer} was interrupted at its work, by what a signal handler raised or another "
+            "thread that iterates too; close it, and begin another one at its positions or its "
+            "stored offsets"
+        )
+
+
 class NotActive(LocalError):
     """It is another consumer's turn: what is dealt with there, that one stores."""
 

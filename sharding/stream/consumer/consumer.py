@@ -8,6 +8,11 @@ One thread at a time may iterate. `close()` may be called from any other, and fr
 and ends the iteration. A handler that interrupted the work of a consumer, this one or one that may
 share its connection, can't wait for the locks that its own thread holds: another thread closes.
 
+What a signal handler raises may come between any two steps. Python lets none in between plain
+assignments and the hand-over behind them, so what was handed out, and the positions, are always
+right, and who goes on misses nothing. The one exception is the moment in which chunks are taken and
+their credit is given back: then the next call raises `ConsumerInterrupted`.
+
 Offsets that are stored by themselves: what is in the application's hands counts as dealt with when
 it comes back for more, and never else. Of a single active consumer only who has the turn stores.
 """
@@ -27,6 +32,7 @@ from sharding.stream.connections.access import Access
 from sharding.stream.consumer.data_loss import is_stray, without_gap
 from sharding.stream.consumer.inbox import Inbox, Lane, Taken
 from sharding.stream.consumer.offset_store import (
+    InHand,
     Progress,
     Reached,
     store_offset,
@@ -34,7 +40,7 @@ from sharding.stream.consumer.offset_store import (
 )
 from sharding.stream.consumer.starting import BEGUN, note_stored, stored_name, was_stored
 from sharding.stream.consumer.subscription import Subscription
-from sharding.stream.errors import NotActive
+from sharding.stream.errors import ConsumerInterrupted, NotActive
 from sharding.stream.messages.chunk import messages, parse_header
 from sharding.stream.messages.message import Message, decode_message
 from sharding.stream.options import ConsumerOptions
@@ -96,6 +102,8 @@ class Consumer:
         self._note_at = access.clock()
         self._storing = threading.RLock()
         """Held from the look at whose turn it is until the offset is sent."""
+        self._is_taking = False
+        """Still set, the taking was interrupted."""
         self._closing = False
         self._ended = threading.Event()
         self._rest: Taken | None = None
@@ -144,12 +152,15 @@ class Consumer:
             for batch in self._reader(lane.stream).batches(taken.chunks, first):
                 if taken.void or self._inbox.closed:
                     break
-                self._hand_out(taken, batch.column("offset")[-1].as_py() + 1, batch.num_rows)
+                following = batch.column("offset")[-1].as_py() + 1
+                reached = Reached(following - 1, taken.tenure)
+                in_hand = InHand(lane.stream, reached, batch.num_rows)
+                self._counts["messages"] += batch.num_rows
+                lane.handed_out, self._progress.in_hand = following, in_hand
                 yield batch
                 self._came_back()
             else:
-                if not taken.void:
-                    self._hand_out(taken, taken.end, 0)
+                self._pass(taken)
             self._rest = None
 
     def messages(self, timeout: float | None = None) -> Iterator[Message]:
@@ -160,12 +171,14 @@ class Consumer:
                 if taken.void or self._inbox.closed:
                     break
                 assert message.offset is not None
-                self._hand_out(taken, message.offset + 1, 1)
+                following = message.offset + 1
+                in_hand = InHand(lane.stream, Reached(message.offset, taken.tenure), 1)
+                self._counts["messages"] += 1
+                lane.handed_out, self._progress.in_hand = following, in_hand
                 yield message
                 self._came_back()
             else:
-                if not taken.void:
-                    self._hand_out(taken, taken.end, 0)
+                self._pass(taken)
             self._rest = None
 
     @property
@@ -297,14 +310,12 @@ class Consumer:
                 return None
             if self._rest is None or self._rest.void:
                 due = [at for at in (silent_at, self._progress.due_at) if at is not None]
-                self._rest = self._inbox.take(min(due, default=None))
-                if self._rest is not None:
-                    self._counts["chunks"] += len(self._rest.chunks)
-                    self._counts["bytes"] += sum(map(len, self._rest.chunks))
-                    self._subscriptions[self._rest.lane.stream].give_back(self._rest)
-                elif silent_at is not None and clock() >= silent_at:
-                    return None
-                else:
+                until = min(due, default=None)
+                self._inbox.wait(until)
+                self._take(until)
+                if self._rest is None:
+                    if silent_at is not None and clock() >= silent_at:
+                        return None
                     continue
             subscription = self._subscriptions[self._rest.lane.stream]
             if is_stray(self._rest, subscription, self._access):
@@ -318,6 +329,22 @@ class Consumer:
             if loss is not None:
                 raise loss
             return self._rest
+
+    def _take(self, until: float | None) -> None:
+        if self._is_taking:
+            raise ConsumerInterrupted(repr(self))
+        self._is_taking = True
+        try:
+            taken = self._inbox.take(until)
+            if taken is not None:
+                self._counts["chunks"] += len(taken.chunks)
+                self._counts["bytes"] += sum(map(len, taken.chunks))
+                self._subscriptions[taken.lane.stream].give_back(taken)
+        except WarrenError:
+            self._is_taking = False
+            raise
+        self._rest = taken
+        self._is_taking = False
 
     def _decoded(self, taken: Taken, first: int) -> Iterator[Message]:
         raw_wanted, stream = self._options.columns.raw, taken.lane.stream
@@ -342,12 +369,13 @@ class Consumer:
             )
         return self._readers[stream]
 
-    def _hand_out(self, taken: Taken, next_offset: int, count: int) -> None:
-        lane = taken.lane
-        lane.handed_out = next_offset
-        self._counts["messages"] += count
-        # The lane may be in a later tenure by now, in which this is not to be stored.
-        self._progress.handed_out(lane.stream, next_offset, count, taken.tenure)
+    def _pass(self, taken: Taken) -> None:
+        """What is left of it are no messages."""
+        if not taken.void:
+            taken.lane.handed_out = taken.end
+            # The lane may be in a later tenure by now, in which this is not to be stored.
+            reached = Reached(taken.end - 1, taken.tenure)
+            self._progress.in_hand = InHand(taken.lane.stream, reached, 0)
 
     def _store_if_due(self) -> None:
         now = self._access.clock()

@@ -117,7 +117,10 @@ class Inbox:
         self._batch_chunks = batch_chunks
         self._batch_bytes = batch_bytes
         self._clock = clock
-        self._changed = threading.Condition(threading.Lock())
+        # Leaving a condition is a call, which a signal's exception may come before; leaving a plain
+        # lock is none, so it is always free again.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._ready: deque[Lane] = deque()
         self._sleepers = 0
         self._failure: Exception | None = None
@@ -135,7 +138,7 @@ class Inbox:
 
     def listen(self, lane: Lane, source: object) -> int | None:
         """Let `source` alone fill the lane from now on; returns where it has to begin."""
-        with self._changed:
+        with self._lock:
             lane._source = source
             lane._waiting.clear()
             lane.owed = 0  # the new source begins with its own credit
@@ -143,13 +146,13 @@ class Inbox:
 
     def place(self, lane: Lane, position: int) -> None:
         """Say where a lane begins that had no position yet."""
-        with self._changed:
+        with self._lock:
             if lane.position is None:
                 lane.position = lane.handed_out = position
 
     def put(self, lane: Lane, source: object, first: int, end: int, chunk: memoryview) -> bool:
         """Add a chunk; False if the lane is full, which only a broken broker brings about."""
-        with self._changed:
+        with self._lock:
             if lane._source is not source or self._closed or self._failure is not None:
                 return True  # what comes after a failure would be handed out before it
             if lane.shut:  # it was sent before we said where to go on
@@ -166,8 +169,8 @@ class Inbox:
 
         A failure is raised once everything that came before it is taken.
         """
-        with self._changed:
-            while True:
+        while True:
+            with self._lock:
                 while self._ready:
                     lane = self._ready.popleft()
                     lane._in_turn = False
@@ -175,10 +178,19 @@ class Inbox:
                         return self._take_from(lane)
                 if self._failure is not None:
                     raise self._failure
-                left = None if deadline is None else deadline - self._clock()
-                if self._closed or self._woken or (left is not None and left <= 0):
+                is_late = deadline is not None and self._clock() >= deadline
+                if self._closed or self._woken or is_late:
                     self._woken = False
                     return None
+            self.wait(deadline)
+
+    def wait(self, deadline: float | None) -> None:
+        """Until `take` has something to say. Who is interrupted meanwhile has missed nothing."""
+        with self._lock:
+            while not (self._ready or self._failure or self._closed or self._woken):
+                left = None if deadline is None else deadline - self._clock()
+                if left is not None and left <= 0:
+                    return
                 self._sleepers += 1
                 try:
                     self._changed.wait(_slice(left))
@@ -187,13 +199,13 @@ class Inbox:
 
     def wake(self) -> None:
         """Let who waits in `take`, or comes next and finds nothing, return with nothing."""
-        with self._changed:
+        with self._lock:
             self._woken = True
             self._changed.notify_all()
 
     def shut(self, lane: Lane) -> None:
         """Hand out no more of this lane; what waits is dropped."""
-        with self._changed:
+        with self._lock:
             lane.shut = True
             lane.tenure += 1
             lane.owed += len(lane._waiting)
@@ -204,7 +216,7 @@ class Inbox:
 
         Returns for how many dropped chunks credit is owed.
         """
-        with self._changed:
+        with self._lock:
             if lane.tenure != tenure:
                 return 0
             lane.shut = False
@@ -215,19 +227,19 @@ class Inbox:
 
     def put_back(self, stray: Taken) -> None:
         """Go on as if this had not come: what is missing before it is on its way."""
-        with self._changed:
+        with self._lock:
             if not stray.void:
                 stray.lane.position = stray.place
                 stray.lane.begun = False
 
     def fail(self, failure: Exception) -> None:
         """End with an error, after what waits. The first one counts."""
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or failure
             self._changed.notify_all()
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._ready.clear()
             self._changed.notify_all()

@@ -71,6 +71,14 @@ def check_offset(name: str, offset: int) -> None:
         raise InvalidInput("offset", "must be a whole number from 0", offset)
 
 
+class InHand(NamedTuple):
+    """What the application has, and has not come back from."""
+
+    stream: str
+    reached: Reached
+    messages: int
+
+
 class Progress:
     """What the application has dealt with, and what of it is not stored yet. Pure.
 
@@ -91,20 +99,17 @@ class Progress:
         self._every_seconds = every_seconds
         self._messages = 0
         self._since = now
-        self._in_hand: tuple[str, Reached, int] | None = None
+        self.in_hand: InHand | None = None
+        """Set only after `came_back`, or what was in hand before is forgotten."""
         self._dealt_with: dict[str, Reached] = {}
         self._sent: dict[str, Reached] = {}
         self._stored: dict[str, Reached] = {}
 
-    def handed_out(self, stream: str, next_offset: int, messages: int, tenure: int = 0) -> None:
-        """Only after `came_back`, or what was in hand before is forgotten."""
-        self._in_hand = stream, Reached(next_offset - 1, tenure), messages
-
     def came_back(self) -> None:
         """The application wants more: it has dealt with what it had."""
-        if self._in_hand is not None:
-            stream, reached, messages = self._in_hand
-            self._in_hand = None
+        if self.in_hand is not None:
+            stream, reached, messages = self.in_hand
+            self.in_hand = None
             self._dealt_with[stream] = reached
             self._messages += messages
 
@@ -126,7 +131,7 @@ class Progress:
         """By stream, the offset of the last message dealt with that is not known to be stored; or,
         if the application says that it has dealt with that too, of what is in its hands."""
         reached = self._dealt_with.copy()
-        held = self._in_hand
+        held = self.in_hand
         if in_hand and held is not None:
             reached[held[0]] = held[1]
         return {
@@ -161,8 +166,8 @@ class Progress:
     def forget(self, stream: str) -> None:
         """What was dealt with there is another consumer's now."""
         self._dealt_with.pop(stream, None)
-        if self._in_hand is not None and self._in_hand[0] == stream:
-            self._in_hand = None
+        if self.in_hand is not None and self.in_hand[0] == stream:
+            self.in_hand = None
 
     def restart(self, now: float) -> None:
         """Everything due was sent, or tried."""

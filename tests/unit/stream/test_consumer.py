@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count, islice
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from sharding.stream.consumer.ranges import RangeReading, read_range
 from sharding.stream.errors import (
     AuthenticationFailed,
     ConnectionLost,
+    ConsumerInterrupted,
     DataLost,
     EndsTooEarly,
     NoAnswerInTime,
@@ -78,6 +81,64 @@ def test_iteration_that_was_left_goes_on_where_it_was() -> None:
     assert offsets(consumer, 3) == [3, 4, 5]
     assert consumer.positions == {"s": 6}
     assert rows(consumer.batches(timeout=0)) == list(range(6, 20))
+
+
+class Interrupted(Exception):
+    """As an application's own time-out is one."""
+
+
+class Interrupts:
+    """Raises where Python lets a signal's exception in: as a call begins, or one of C has ended."""
+
+    def __init__(self, moment: int) -> None:
+        self._left = moment
+
+    def __enter__(self) -> Interrupts:
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    @property
+    def has_come(self) -> bool:
+        return self._left < 0
+
+    def _look(self, frame: FrameType, event: str, _: object) -> None:
+        if event in ("call", "c_return") and "/sharding/" in frame.f_code.co_filename:
+            self._left -= 1
+            if self.has_come:
+                sys.setprofile(None)
+                raise Interrupted
+
+
+@pytest.mark.parametrize("how", ["messages", "batches"])
+def test_who_goes_on_after_an_interrupt_at_any_moment_misses_nothing_or_is_told(how: str) -> None:
+    told = 0
+    for moment in count():
+        cluster = FakeCluster(2, 3)
+        consumer, found = consumer_of(cluster, credits=2), list[int]()
+        each: Any = None
+        with Interrupts(moment) as interrupts:
+            try:
+                for each in getattr(consumer, how)(timeout=0):
+                    found.extend(offsets_of(iter([each])))
+            except Interrupted:
+                pass
+        if each is not None and (last := [*offsets_of(iter([each]))])[-1] not in found:
+            found.extend(last)  # the loop has it, though what came between was the append
+        try:
+            found.extend(offsets_of(getattr(consumer, how)(timeout=0)))
+        except ConsumerInterrupted:
+            told += 1
+            begin = consumer.positions.get("s", 0)
+            assert begin == len(found)
+            found.extend(offsets(consumer_of(cluster, offset=begin)))
+        assert found == list(range(5)), moment
+        if not interrupts.has_come:
+            break
+    assert moment > 100
+    assert 0 < told < moment / 2
 
 
 def test_chunk_that_begins_before_the_asked_offset_is_cut() -> None:
