@@ -86,7 +86,8 @@ def test_the_rest_of_all_rights_is_no_way_to_the_maps(nodes: Cluster, stranger: 
             StreamEnvironment(stranger.stream_url, **patient.STREAMS) as environment,
             environment.consumer(LOG, name="x", offset="first", **patient.READER) as reader,
         ):
-            reader.store_offset(LOG, 0, PATIENCE)
+            if not nodes.version.startswith("3.10"):  # that takes write there
+                reader.store_offset(LOG, 0, PATIENCE)
 
         with topology_of(nodes) as late:
             for topology in (operator, late):
