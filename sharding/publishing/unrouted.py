@@ -226,5 +226,6 @@ def _end(message_id: str, *, expires_ms: int = 600_000) -> pika.BasicProperties:
 
 
 def _is_end(message: Message, queue: str) -> bool:
-    """Whether somebody who brings put it there: nobody else reaches this queue by its name."""
-    return message.properties.type == _END and message.routing_key == queue
+    """Whether somebody who brings put it there. What is kept came through another exchange."""
+    reached_by_name = not message.exchange and message.routing_key == queue
+    return reached_by_name and message.properties.type == _END

@@ -81,6 +81,19 @@ def test_what_is_kept_is_brought_to_its_shards_in_order(nodes: Cluster, topology
         assert bodies == [body for key, body in sent if key == wanted]
 
 
+def test_a_stranger_s_message_that_looks_like_our_mark_is_brought(
+    nodes: Cluster, topology: Topology
+) -> None:
+    logical = fresh_queue()
+    shards = shard(topology, logical)
+    looks = pika.BasicProperties(type="warren.end", message_id="mine")
+    with raw_channel(nodes.nodes[0]) as channel:
+        channel.confirm_delivery()
+        channel.basic_publish(logical, unrouted(logical), b"hello", looks)
+    assert bring_unrouted(topology, logical).result(PATIENCE) == 1
+    assert [body for _, _, body in drain(nodes.nodes[0], shards)] == [b"hello"]
+
+
 def test_several_who_bring_at_once_bring_each_message_once(
     nodes: Cluster, topology: Topology
 ) -> None:
