@@ -890,7 +890,7 @@ def test_equal_messages_with_other_properties_are_told_apart_when_they_come_back
     def told_all(numbers: range) -> bool:
         return told().keys() >= {*numbers}
 
-    with raw_channel(cluster.nodes[1]) as raw:
+    with raw_channel(cluster.nodes[0]) as raw:  # where the client is, so that it sees the binding
         for first in (1, 201, 401):
             wait_until(lambda: not topology.unavailable(shard))
             client.do(partial(lose_the_shard_in_the_middle, first))
