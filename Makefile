@@ -9,8 +9,8 @@ RUN := .venv/bin/
 unexport PYTHONDONTWRITEBYTECODE
 # How tests are dealt out: tests/support/scheduling.py. ONLY=groups runs those with `groups` in the
 # name of their folder, file or function.
-# Five at a time on two cores: most of a test's time is waiting for a broker.
-PYTEST := $(RUN)pytest --numprocesses 5 --durations 15 --durations-min 5 $(if $(ONLY),-k '$(ONLY)')
+# Seven at a time on two cores: most of a test's time is waiting for a broker.
+PYTEST := $(RUN)pytest --numprocesses 7 --durations 15 --durations-min 5 $(if $(ONLY),-k '$(ONLY)')
 
 .PHONY: demo unit test test-all lint matrix bench bench-maps fuzz own-tests zip up down status checked brokers ready
 

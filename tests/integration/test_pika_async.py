@@ -191,7 +191,11 @@ def sharded(topology: Topology, logical: str, shards_per_node: int) -> str:
     return logical
 
 
-@pytest.fixture(params=["select", "asyncio"])
+# The same wrapper on another loop of pika's; `test_connections` keeps that loop in `make test`.
+on_asyncio = pytest.mark.twin("integration/test_pika_async.py::test_message_arrives_as_it_was_sent")
+
+
+@pytest.fixture(params=["select", pytest.param("asyncio", marks=on_asyncio)])
 def connect(
     request: pytest.FixtureRequest, cluster: Cluster, topology: Topology
 ) -> Iterator[Connect]:

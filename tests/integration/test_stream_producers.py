@@ -202,6 +202,10 @@ def test_producers_of_streams_on_one_node_share_a_connection_and_end_alone(
     assert not clients[0].closed
 
 
+@pytest.mark.twin(
+    "integration/test_stream_producers.py::test_a_producer_goes_on_when_the_streams_leader_is_elected_anew",
+    on="3.10",
+)
 def test_a_producer_goes_on_when_the_streams_leader_is_elected_anew(
     nodes: Cluster, environment: StreamEnvironment, stream: str
 ) -> None:
@@ -250,6 +254,9 @@ def kill_leader_process(nodes: Cluster, environment: StreamEnvironment, stream: 
     assert killed.strip() == "true"
 
 
+@pytest.mark.twin(
+    "integration/test_stream_producers.py::test_a_producer_whose_stream_is_deleted_fails", on="3.10"
+)
 def test_a_producer_whose_stream_is_deleted_fails(
     environment: StreamEnvironment, stream: str
 ) -> None:

@@ -149,9 +149,7 @@ def test_eight_processes_racing_end_with_one_history_when_the_log_s_leader_is_ki
     racing.check(harmed, next(node for node in harmed if node is not victim))
 
 
-@pytest.mark.twin(
-    "integration/test_topology.py::test_writers_of_different_queues_void_nothing", on="3.10"
-)
+@pytest.mark.twin("integration/test_topology.py::test_eight_processes_racing_end_with_one_history")
 def test_writers_of_different_queues_void_nothing(nodes: Cluster) -> None:
     """A hundred of them, four to a process's topology, each with a map of its own."""
     names = [fresh_queue() for _ in range(100)]
